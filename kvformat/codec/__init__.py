@@ -1,0 +1,1 @@
+"""Bytes to values and back: shard headers, record sums, index parts. No I/O."""

@@ -1,0 +1,66 @@
+"""Shard headers and record sums (SPEC.md, section 12)."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+
+from kvformat.errors import KVFormatError, make_error
+from kvformat.spec import digests
+from kvformat.spec.layout import Layout, Placement
+
+__all__ = ["encode_header", "header_fault", "shard_path", "sum_record"]
+
+_METADATA = re.compile(rb'\{"__metadata__":\{"kvformat":"[0-9.]+","ordinal":"([0-9]+)","schema":"([0-9a-f]{64})"\}')
+
+
+def encode_header(
+    layout: Layout, *, version: str, ordinal: int, placements: Sequence[Placement], header_size: int
+) -> bytes:
+    """The first ``header_size`` bytes of a shard: length, JSON, spaces."""
+    text = layout.header(version, ordinal, placements)
+    return struct.pack("<Q", header_size - 8) + text.ljust(header_size - 8)
+
+
+def header_fault(
+    found: bytes | memoryview,
+    *,
+    layout: Layout,
+    version: str,
+    ordinal: int,
+    placements: Sequence[Placement],
+    header_size: int,
+    path: str,
+) -> KVFormatError | None:
+    """What is wrong with the header of a shard of these records: E061, E062, E063, or nothing."""
+    expected = encode_header(layout, version=version, ordinal=ordinal, placements=placements, header_size=header_size)
+    found = bytes(found)
+    if found == expected:
+        return None
+    if found[:8] != expected[:8]:
+        length = struct.unpack("<Q", found[:8])[0] if len(found) >= 8 else 0
+        return make_error("E061", f"the header length is {length}, expected {header_size - 8}", path=path)
+    ours, theirs = _METADATA.match(expected, 8), _METADATA.match(found, 8)
+    if ours and theirs and ours.groups() != theirs.groups():
+        return make_error(
+            "E062",
+            f"this is shard {int(theirs[1][:20])} of schema {theirs[2].decode()}, expected shard {ordinal} of schema "
+            f"{ours[2].decode()}: files were exchanged",
+            path=path,
+        )
+    at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found))
+    return make_error(
+        "E063", f"the header differs from the one its rows demand at byte {at}: {found[at : at + 24]!r}", path=path
+    )
+
+
+def shard_path(ordinal: int, sha256: bytes) -> str:
+    """Path of a shard in the dataset."""
+    return f"shards/{ordinal // 1000:05d}/{ordinal:08d}-{sha256[:8].hex()}.safetensors"
+
+
+def sum_record(dims: Sequence[int], sums: Sequence[int]) -> tuple[bytes, bytes]:
+    """``sums`` as stored, and the ``record_sum`` over them."""
+    stored = struct.pack(f"<{len(sums)}Q", *sums)
+    return stored, digests.record_sum(dims, stored)

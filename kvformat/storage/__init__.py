@@ -1,0 +1,1 @@
+"""Where bytes live. Knows paths, files and mappings, and nothing of the format."""

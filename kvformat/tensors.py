@@ -1,0 +1,120 @@
+"""The one place that turns buffers into torch tensors and back. Imports torch on first use."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvformat.errors import make_error
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["from_buffer", "stored_bytes", "torch_dtype"]
+
+_NAMES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I8": "int8",
+    "I32": "int32",
+    "U8": "uint8",
+    "U64": "uint64",
+}
+
+
+@cache
+def torch_dtype(name: str) -> torch.dtype:
+    """torch dtype of a safetensors dtype name."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, _NAMES[name])
+    return dtype
+
+
+def from_buffer(buffer: Any, dtype: str, *, offset: int = 0, count: int = -1) -> torch.Tensor:
+    """One-dimensional tensor over a buffer, without a copy; it keeps the buffer alive.
+
+    A read-only buffer gives a tensor that must not be written to; torch's warning about it is avoided by handing
+    torch the address, because the caller was told already.
+    """
+    import torch
+
+    view = memoryview(buffer)
+    if view.nbytes == 0 or count == 0:
+        return torch.empty(0, dtype=torch_dtype(dtype))
+    if view.readonly:
+        view = _unprotected(view)
+    return torch.frombuffer(view, dtype=torch_dtype(dtype), offset=offset, count=count)
+
+
+def stored_bytes(
+    value: Any, *, dtype: str, shape: tuple[int, ...], what: str, record: str
+) -> NDArray[np.uint8]:
+    """The bytes of a tensor as they are stored: row-major, ``[nbytes]`` uint8; a view where the tensor allows it.
+
+    Parameters
+    ----------
+    value
+        torch tensor (any device, any strides) or numpy array.
+    dtype, shape
+        What the schema and the dims of the record demand.
+    what, record
+        For messages.
+
+    Raises
+    ------
+    InputError
+        E101 shape, E102 dtype; E081 for something that is no tensor.
+    """
+    if isinstance(value, np.ndarray):
+        return _numpy_bytes(value, dtype, shape, what, record)
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise make_error("E081", f"{what}: expected a tensor, found {type(value).__name__}", record=record)
+    _check(tuple(value.shape), str(value.dtype).removeprefix("torch."), _NAMES[dtype], dtype, shape, what, record)
+    flat = value.detach().to("cpu").contiguous().reshape(-1)
+    if flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    found: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return found
+
+
+def _numpy_bytes(
+    value: NDArray[Any], dtype: str, shape: tuple[int, ...], what: str, record: str
+) -> NDArray[np.uint8]:
+    _check(value.shape, value.dtype.name, _NAMES[dtype], dtype, shape, what, record)
+    little = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
+    return little.reshape(-1).view(np.uint8)
+
+
+def _check(
+    found_shape: tuple[int, ...],
+    found_dtype: str,
+    wanted_dtype: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    what: str,
+    record: str,
+) -> None:
+    if found_dtype != wanted_dtype:
+        raise make_error(
+            "E102", f"{what}: dtype {found_dtype}, expected {wanted_dtype} ({dtype}); cast it yourself", record=record
+        )
+    if found_shape != shape:
+        raise make_error("E101", f"{what}: shape {list(found_shape)}, expected {list(shape)}", record=record)
+
+
+def _unprotected(view: memoryview) -> Any:
+    import ctypes
+
+    array = np.frombuffer(view, dtype=np.uint8)
+    raw = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    raw.keep = array  # ctypes arrays take attributes: the view lives as long as the tensor
+    return raw

@@ -1,0 +1,1 @@
+"""Writers: staging, shards, receipts, seal and commit."""

@@ -1,0 +1,102 @@
+"""``kvformat.create``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kvformat.errors import make_error
+from kvformat.spec import limits
+from kvformat.spec.context import Context, Text
+from kvformat.spec.schema import Schema
+from kvformat.storage.local_write import LocalFiles
+from kvformat.storage.location import local_path
+from kvformat.write.writer import OnDuplicate, Writer
+
+__all__ = ["create"]
+
+
+def create(
+    location: str | os.PathLike[str],
+    *,
+    schema: Schema,
+    context: Context,
+    text: Text | None = None,
+    provenance: Mapping[str, str] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    extensions: Mapping[str, Any] | None = None,
+    shard_nbytes: int = 1 << 30,
+    shard_slots: int = 1024,
+    resume: bool = False,
+    tag: str = "",
+    on_duplicate: OnDuplicate = "error",
+    allow_non_finite: Collection[str] = (),
+    filesystem: LocalFiles | None = None,
+) -> Writer:
+    """Start a dataset at a location where none is.
+
+    Parameters
+    ----------
+    location
+        Local directory or ``file://`` URL; made where it does not exist.
+    schema
+        Which tensors every record has.
+    context
+        What determines the values; ``Context.unknown()`` where nobody knows.
+    text, provenance
+        How text became token ids, and what is recorded without being compared.
+    files
+        Covered files by label.
+    extensions
+        Free canonical JSON, carried along and never interpreted.
+    shard_nbytes
+        A shard closes before its data would exceed this many bytes.
+    shard_slots
+        Most records of a shard. The header of every shard is as large as that many records demand.
+    resume
+        Continue what an interrupted run with the same plan left staged: the caller replays the same adds. An exception
+        then keeps the finished shards.
+    tag
+        Part of the plan: two runs with different tags never continue each other.
+    on_duplicate
+        What becomes of a document that is stored already, with other bytes: ``error`` or ``keep_first``.
+    allow_non_finite
+        Components and extras that may hold NaN or infinities.
+    filesystem
+        Operations that change the disk; tests inject their own.
+
+    Returns
+    -------
+    Writer
+        To be used as a context manager.
+
+    Raises
+    ------
+    DatasetExistsError
+        E100, when the block is entered.
+    FormatError, UsageError
+        E030 to E040 for a schema that breaks a rule, E081 for other arguments.
+    """
+    if not 1 <= shard_nbytes <= limits.MAX_FILE_NBYTES:
+        raise make_error("E081", f"shard_nbytes must be 1 to 2^48-1, found {shard_nbytes}")
+    if not 1 <= shard_slots <= limits.MAX_SHARD_SLOTS:
+        raise make_error("E081", f"shard_slots must be 1 to {limits.MAX_SHARD_SLOTS}, found {shard_slots}")
+    if on_duplicate not in ("error", "keep_first"):
+        raise make_error("E081", f"on_duplicate must be 'error' or 'keep_first', found {on_duplicate!r}")
+    return Writer(
+        local_path(location),
+        schema=schema,
+        context=context,
+        text=text or Text(),
+        provenance=provenance or {},
+        covered=files or {},
+        extensions=extensions,
+        shard_nbytes=shard_nbytes,
+        shard_slots=shard_slots,
+        resume=resume,
+        tag=tag,
+        on_duplicate=on_duplicate,
+        allow_non_finite=allow_non_finite,
+        files=filesystem or LocalFiles(),
+    )

@@ -1,0 +1,173 @@
+"""A record as a writer is given it: checked, hashed, and laid out as buffers in stored order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvformat.codec.shard import sum_record
+from kvformat.errors import make_error
+from kvformat.spec import digests
+from kvformat.spec.document import MASKS, MEDIA_ENTRY_NBYTES, Document
+from kvformat.spec.layout import Layout, Placement
+from kvformat.spec.schema import Axis, Schema
+from kvformat.spec.values import all_finite, all_positive
+from kvformat.tensors import stored_bytes
+
+__all__ = ["EncodedRecord", "RecordEncoder"]
+
+
+class EncodedRecord(NamedTuple):
+    """Buffers in stored order (without the final pad), and what the index says of them."""
+
+    placement: Placement
+    buffers: list[memoryview]
+    record_sum: bytes
+
+
+class RecordEncoder:
+    """Turns tensors into an :class:`EncodedRecord` for one schema.
+
+    Parameters
+    ----------
+    layout
+        Compiled layout of the schema.
+    allow_non_finite
+        Names of components and extras that may hold NaN or infinities.
+    """
+
+    def __init__(self, layout: Layout, *, allow_non_finite: Collection[str] = ()) -> None:
+        self._layout = layout
+        self._schema = layout.schema
+        self._scales = {c.quant.scale for c in self._schema.components if c.quant is not None}
+        self._axes = _axes_of(self._schema)
+        unknown = set(allow_non_finite) - set(self._axes)
+        if unknown:
+            raise make_error("E081", f"allow_non_finite names {', '.join(sorted(unknown))}, which the schema has not")
+        self._allow = frozenset(allow_non_finite)
+
+    def encode(
+        self, name: str, document: Document, components: Mapping[str, Any], extras: Mapping[str, Any]
+    ) -> EncodedRecord:
+        """Check and encode one record.
+
+        Raises
+        ------
+        InputError
+            E101 to E105, E110, E111, naming record, component, expected and actual.
+        """
+        given = self._gather(name, document, components, extras)
+        placement = self._layout.place(self._dims(name, document, given))
+        sums = [0] * self._layout.num_sums
+        buffers: dict[str, memoryview] = {}
+        for tensor, value in given.items():
+            placed = placement.tensors[tensor]
+            data = stored_bytes(value, dtype=placed.dtype, shape=placed.shape, what=f"{tensor!r}", record=name)
+            view = memoryview(data)
+            first = self._layout.first_sum[tensor]
+            slabs = placed.nbytes // placed.slab_nbytes if placed.slab_nbytes else self._slabs(tensor)
+            for slab in range(slabs):
+                part = view[slab * placed.slab_nbytes : (slab + 1) * placed.slab_nbytes]
+                sums[first + slab] = digests.slab_sum(part)
+                self._check_values(name, tensor, placed.dtype, part, slab)
+            buffers[tensor] = view
+        stored, record_sum = sum_record(placement.dims, sums)
+        buffers["sums"] = memoryview(stored)
+        return EncodedRecord(placement, [buffers[tensor] for tensor in placement.tensors], record_sum)
+
+    def _slabs(self, tensor: str) -> int:
+        return next((len(c.layers) for c in self._schema.components if c.name == tensor), 1)
+
+    def _gather(
+        self, name: str, document: Document, components: Mapping[str, Any], extras: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        self._refuse_lost_inputs(name, document)
+        given = {**components, **extras}
+        owned = {extra.name: value for extra in self._schema.extras if (value := _owned(extra.name, document, self._axes)) is not None}
+        both = (components.keys() & extras.keys()) | (given.keys() & owned.keys())
+        expected_components = {c.name for c in self._schema.components}
+        missing = self._axes.keys() - given.keys() - owned.keys()
+        unexpected = (given.keys() - self._axes.keys()) | (components.keys() - expected_components) | both
+        if missing or unexpected:
+            raise make_error(
+                "E103",
+                f"missing {', '.join(sorted(missing)) or 'nothing'}; not expected {', '.join(sorted(unexpected)) or 'nothing'}",
+                record=name,
+            )
+        return {tensor: owned[tensor] if tensor in owned else given[tensor] for tensor in self._axes}
+
+    def _refuse_lost_inputs(self, name: str, document: Document) -> None:
+        """Where token ids are stored, everything else the digest is made of must be stored too."""
+        if "token_ids" not in self._axes:
+            return
+        needed = {
+            "position_ids": document.position_ids is not None,
+            "mask": document.mask != "causal",
+            "media": bool(document.media),
+        }
+        lost = [extra for extra, needs in needed.items() if needs and extra not in self._axes]
+        if lost:
+            raise make_error(
+                "E110", f"the document has {', '.join(lost)}, the schema needs extras of these names", record=name
+            )
+        rows = self._axes.get("position_ids", (None,))[0]
+        if rows == 1 and document.position_ids is not None and len(document.position_ids) == 3:
+            raise make_error("E110", "the document has 3 rows of positions, the schema's position_ids 1", record=name)
+
+    def _dims(self, name: str, document: Document, given: Mapping[str, Any]) -> tuple[int, ...]:
+        dims = [document.num_tokens]
+        for dim in self._schema.dims[1:]:
+            size = None
+            for tensor, axes in self._axes.items():
+                shape = tuple(getattr(given[tensor], "shape", ()))
+                if dim in axes and len(shape) == len(axes):
+                    size = int(shape[axes.index(dim)])
+                    break
+            if size is None:
+                raise make_error("E101", f"the size of dim {dim!r} follows from no tensor given", record=name)
+            dims.append(size)
+        return tuple(dims)
+
+    def _check_values(self, name: str, tensor: str, dtype: str, part: memoryview, slab: int) -> None:
+        if tensor in self._scales and not all_positive(part):
+            raise make_error("E105", f"{tensor!r}: a scale is not finite and positive", record=name, layer=self._layer(tensor, slab))
+        if tensor not in self._allow and not all_finite(part, dtype):
+            raise make_error(
+                "E104",
+                f"{tensor!r} holds NaN or infinity; find out why, or allow it by allow_non_finite=[{tensor!r}]",
+                record=name,
+                layer=self._layer(tensor, slab),
+            )
+
+    def _layer(self, tensor: str, slab: int) -> int | None:
+        return next((c.layers[slab] for c in self._schema.components if c.name == tensor), None)
+
+
+def _axes_of(schema: Schema) -> dict[str, tuple[object, ...]]:
+    def sizes(axes: tuple[Axis, ...]) -> tuple[object, ...]:
+        return tuple(axis.size for axis in axes)
+
+    found: dict[str, tuple[object, ...]] = {c.name: ("layers", *sizes(c.axes)) for c in schema.components}
+    found.update({e.name: sizes(e.axes) for e in schema.extras})
+    return found
+
+
+def _owned(extra: str, document: Document, axes: Mapping[str, tuple[object, ...]]) -> NDArray[Any] | None:
+    """The extras whose content is the document itself."""
+    if extra == "token_ids":
+        return document.token_ids
+    if extra == "position_ids":
+        rows = axes[extra][0]
+        positions = document.position_ids
+        if positions is None:
+            positions = np.arange(document.num_tokens, dtype="<i4")[None]
+        return np.ascontiguousarray(np.broadcast_to(positions, (rows, document.num_tokens)))  # type: ignore[call-overload,no-any-return]
+    if extra == "mask":
+        return np.array([MASKS.index(document.mask), document.prefix_length], dtype="<u8")
+    if extra == "media":
+        packed = b"".join(entry.pack() for entry in document.media)
+        return np.frombuffer(packed, dtype=np.uint8).reshape(len(document.media), MEDIA_ENTRY_NBYTES)
+    return None

@@ -1,0 +1,165 @@
+"""Publishing: final names for everything staged, then the root (SPEC.md, section 17)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from kvformat.codec.shard import shard_path
+from kvformat.errors import make_error
+from kvformat.spec import canonical, limits
+from kvformat.spec.manifest import Index, LookupPart, Manifest, ManifestRef, NamesPart, Part, Root
+from kvformat.storage.lease import exclusive
+from kvformat.storage.local_write import LocalFiles
+from kvformat.write.rows import EncodedPart
+from kvformat.write.shard import hash_file
+from kvformat.write.staging import Receipt, Staging
+
+__all__ = ["ROOT", "Publication", "encode_root", "index_of", "publish"]
+
+ROOT = "kvformat.json"
+_SEAL_TIMEOUT_S = 600.0
+
+
+def index_of(parts: Iterable[EncodedPart]) -> Index:
+    """The manifest's view of encoded parts."""
+    found: dict[str, list[Part | NamesPart | LookupPart]] = {name: [] for name in Index.__struct_fields__}
+    for part in parts:
+        sha256, size = hashlib.sha256(part.data).hexdigest(), len(part.data)
+        if part.first_key is not None:
+            entry: Part | NamesPart | LookupPart = LookupPart(
+                count=part.count, sha256=sha256, size=size, first_key=f"{part.first_key:016x}"
+            )
+        elif part.nbytes is not None:
+            entry = NamesPart(count=part.count, sha256=sha256, size=size, nbytes=part.nbytes)
+        else:
+            entry = Part(count=part.count, sha256=sha256, size=size)
+        found[part.table].append(entry)
+    return canonical.convert({name: canonical.plain(entries) for name, entries in found.items()}, Index)
+
+
+def encode_root(manifest: bytes, version: str, requires: tuple[str, ...] | None = None) -> bytes:
+    """Canonical bytes of the root of a manifest."""
+    reference = ManifestRef(sha256=hashlib.sha256(manifest).hexdigest(), size=len(manifest))
+    return canonical.encode(Root(format="kvformat", manifest=reference, version=version, requires=requires))
+
+
+class Publication:
+    """Files with their final names, and what this process created of them."""
+
+    def __init__(self, files: LocalFiles, root: Path) -> None:
+        self._files = files
+        self._root = root
+        self._created: list[Path] = []
+        self._folders: list[Path] = []
+        self._touched: dict[Path, None] = {}
+
+    def place(self, source: Path, target: str) -> None:
+        """Give a staged file its final name; one that is there already must be equal."""
+        path = self._root / target
+        self._make_dirs(path.parent)
+        if self._files.link(source, path):
+            self._created.append(path)
+        elif not path.samefile(source) and hash_file(path, path) != hash_file(source, source):
+            raise make_error(
+                "E113", "a file with this name has other content: it is damaged or foreign, move it away", path=path
+            )
+        self._touched[path.parent] = None
+
+    def sync(self) -> None:
+        """Make every directory durable that got an entry."""
+        for folder in sorted(self._touched, key=lambda folder: -len(folder.parts)):
+            self._files.sync_dir(folder)
+
+    def undo(self) -> None:
+        """Remove what :meth:`place` created, newest first."""
+        for path in reversed(self._created):
+            self._files.unlink(path)
+        for folder in reversed(self._folders):
+            self._files.remove_dir(folder)
+
+    def _make_dirs(self, folder: Path) -> None:
+        if folder in self._touched:
+            return
+        missing = []
+        while folder != self._root and not folder.exists():
+            missing.append(folder)
+            folder = folder.parent
+        for path in reversed(missing):
+            if self._files.make_dir(path):
+                self._folders.append(path)
+            self._touched[path.parent] = None
+
+
+def publish(
+    files: LocalFiles,
+    root: Path,
+    staging: Staging,
+    *,
+    receipts: Sequence[Receipt],
+    parts: Sequence[EncodedPart],
+    covered: dict[str, bytes],
+    manifest: Manifest,
+    undo: bool,
+) -> bytes:
+    """Publish a dataset whose shards are staged; returns the bytes of its root.
+
+    Publishing is serialised by a lease on the dataset's directory, where the file system has leases, so that what a
+    failed publication removes is nothing another one relies on.
+
+    Raises
+    ------
+    ConflictError
+        E113 where another writer published something else meanwhile.
+    StorageError
+        E200 to E203, E207.
+    """
+    manifest_bytes = canonical.encode(manifest)
+    if len(manifest_bytes) > limits.MAX_MANIFEST_NBYTES:
+        raise make_error("E111", f"the manifest has {len(manifest_bytes)} bytes, at most 64 MiB are allowed", path=root)
+    root_bytes = encode_root(manifest_bytes, manifest.version, manifest.requires)
+    targets: list[tuple[Path, str]] = [
+        (staging.shard(r.ordinal), shard_path(r.ordinal, bytes.fromhex(r.sha256))) for r in receipts
+    ]
+    for data, folder, suffix in [
+        *((part.data, "index", ".safetensors") for part in parts),
+        *((data, "files", "") for data in covered.values()),
+        (manifest_bytes, "manifest", ".json"),
+    ]:
+        digest = hashlib.sha256(data).hexdigest()
+        targets.append((staging.add_file(f"{folder}-{digest}", data), f"{folder}/{digest}{suffix}"))
+    staged_root = staging.add_file("root", root_bytes)
+
+    def busy() -> Exception:
+        return make_error("E117", "another writer is publishing here for more than ten minutes", path=root)
+
+    with exclusive(root, timeout_s=_SEAL_TIMEOUT_S, refusal=busy) as lease:
+        target = root / ROOT
+        if target.exists():
+            _compare(target, root_bytes)
+            return root_bytes
+        publication = Publication(files, root)
+        try:
+            for source, name in targets:
+                publication.place(source, name)
+            publication.sync()
+            files.sync_dir(root)
+            files.sync_dir(root.parent)
+            if not files.link(staged_root, target):
+                _compare(target, root_bytes)
+        except BaseException:
+            if undo and lease.supported and not target.exists():
+                publication.undo()
+            raise
+        files.sync_dir(root)
+    return root_bytes
+
+
+def _compare(target: Path, root_bytes: bytes) -> None:
+    if target.read_bytes() != root_bytes:
+        raise make_error(
+            "E113",
+            "another writer published a different dataset here; compare them with `kvformat diff`, and write elsewhere",
+            path=target,
+        )

@@ -1,0 +1,108 @@
+"""Writing one shard into staging, and finishing it in the background."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvformat.codec.shard import encode_header
+from kvformat.errors import make_error
+from kvformat.spec import limits
+from kvformat.spec.layout import Layout, Placement
+from kvformat.storage.faults import translated
+from kvformat.storage.local_write import Buffer, LocalFiles
+from kvformat.write.staging import Receipt, StagedRecord, Staging
+
+__all__ = ["ShardWriter", "hash_file"]
+
+_HASH_BLOCK = 1 << 20
+
+
+class ShardWriter:
+    """A shard in work. Records are appended; :meth:`finish` makes it durable and writes its receipt."""
+
+    def __init__(
+        self, files: LocalFiles, staging: Staging, layout: Layout, *, ordinal: int, version: str, header_size: int
+    ) -> None:
+        self._files = files
+        self._staging = staging
+        self._layout = layout
+        self._version = version
+        self._header_size = header_size
+        self.ordinal = ordinal
+        self.path = staging.shard(ordinal)
+        self.nbytes = 0
+        self._placements: list[Placement] = []
+        self._records: list[StagedRecord] = []
+        self._fd = files.create(self.path)
+
+    @property
+    def num_records(self) -> int:
+        """Records so far."""
+        return len(self._records)
+
+    def add(self, placement: Placement, buffers: Sequence[Buffer], *, document: bytes, record_sum: bytes) -> int:
+        """Append a record, whose tensors are given in stored order; returns its offset in the data."""
+        offset = self.nbytes
+        if self._header_size + offset + placement.nbytes > limits.MAX_FILE_NBYTES:
+            raise make_error("E111", "the shard would have 2^48 bytes or more")
+        pad = bytes(placement.nbytes - placement.end)
+        written = self._files.write(self._fd, [*buffers, pad], self._header_size + offset, self.path)
+        if written != placement.nbytes:
+            raise make_error("E101", f"{written} bytes were given for a record of {placement.nbytes}", path=self.path)
+        self.nbytes += placement.nbytes
+        self._placements.append(placement)
+        self._records.append(
+            StagedRecord(dims=placement.dims, document=document.hex(), record_sum=record_sum.hex())
+        )
+        return offset
+
+    def finish(self) -> Receipt:
+        """Write the header, make the file durable, hash it, write the receipt. Runs in a helper thread."""
+        try:
+            header = encode_header(
+                self._layout,
+                version=self._version,
+                ordinal=self.ordinal,
+                placements=self._placements,
+                header_size=self._header_size,
+            )
+            self._files.write(self._fd, [header], 0, self.path)
+            self._files.sync(self._fd, self.path)
+            digest = hash_file(self._fd, self.path)
+        finally:
+            self.close()
+        receipt = Receipt(
+            ordinal=self.ordinal,
+            records=tuple(self._records),
+            sha256=digest.hex(),
+            size=self._header_size + self.nbytes,
+        )
+        self._staging.add_receipt(receipt)
+        return receipt
+
+    def close(self) -> None:
+        """Close the descriptor; more than once is harmless."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def hash_file(source: int | Path, path: Path) -> bytes:
+    """SHA-256 of a file, by descriptor or by path, in blocks that stay in the processor's cache."""
+    with translated(path):
+        fd = source if isinstance(source, int) else os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            digest = hashlib.sha256()
+            block = bytearray(_HASH_BLOCK)
+            view = memoryview(block)
+            offset = 0
+            while count := os.preadv(fd, [view], offset):
+                digest.update(view[:count])
+                offset += count
+        finally:
+            if not isinstance(source, int):
+                os.close(fd)
+    return digest.digest()

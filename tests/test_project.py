@@ -1,0 +1,262 @@
+"""The promises of the project as a whole: what importing costs, what is public, what the repository holds."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib.metadata
+import inspect
+import json
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvformat
+import kvformat.errors
+from kvformat.codes import CODES
+from kvformat.errors import KVFormatError, make_error
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PACKAGE = REPOSITORY / "kvformat"
+MODULES = sorted(path.relative_to(REPOSITORY).as_posix() for path in PACKAGE.rglob("*.py"))
+HEAVY = {"fsspec", "grpc", "safetensors", "torch", "transformers"}
+MIB = 1 << 20
+
+# --------------------------------------------------------------------------------------------- what importing costs
+
+
+def loaded_by(code: str) -> tuple[set[str], str]:
+    """Top-level modules a fresh interpreter holds after ``code``, and what it printed. Warnings are errors there."""
+    report = "import json, sys; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"{code}\n{report}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=REPOSITORY,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), f"{done.stdout}\n{done.stderr}"
+    printed, _, last = done.stdout.rstrip("\n").rpartition("\n")
+    return set(json.loads(last)), printed
+
+
+def test_the_probe_sees_what_is_loaded() -> None:
+    assert "safetensors" in loaded_by("import safetensors")[0] & HEAVY
+
+
+def test_import_loads_nothing_heavy() -> None:
+    loaded, printed = loaded_by("import kvformat; dir(kvformat)")
+    assert "kvformat" in loaded
+    assert loaded & HEAVY == set()
+    assert printed == ""
+
+
+HELP_AS_MODULE = """
+import runpy, sys
+sys.argv = ["kvformat", *ARGUMENTS]
+try:
+    runpy.run_module("kvformat", run_name="__main__", alter_sys=True)
+except SystemExit as leaving:
+    assert not leaving.code, leaving.code
+"""
+HELP_AS_SCRIPT = """
+import importlib, sys
+sys.argv = ["kvformat", *ARGUMENTS]
+module, _, function = SCRIPT.partition(":")
+try:
+    result = getattr(importlib.import_module(module), function)()
+    assert not result, result
+except SystemExit as leaving:
+    assert not leaving.code, leaving.code
+"""
+
+
+@pytest.mark.parametrize("how", [HELP_AS_MODULE, HELP_AS_SCRIPT], ids=["python -m kvformat", "kvformat"])
+def test_help_loads_neither_torch_nor_transformers(how: str) -> None:
+    given = f"ARGUMENTS = ['--help']; SCRIPT = {PROJECT['scripts']['kvformat']!r}"
+    loaded, printed = loaded_by(f"{given}\n{how}")
+    assert loaded & {"grpc", "torch", "transformers"} == set()
+    for command in ("extract", "estimate", "inspect", "verify", "diff", "status", "clean"):
+        assert re.search(rf"\b{command}\b", printed), f"{command} is not in the help"
+
+
+# ------------------------------------------------------------------------------------------------------- public names
+
+
+def test_public_names_are_sorted_and_unique() -> None:
+    assert kvformat.__all__
+    assert list(kvformat.__all__) == sorted(set(kvformat.__all__))
+    assert set(kvformat.__all__) <= set(dir(kvformat))
+
+
+@pytest.mark.parametrize("name", kvformat.__all__)
+def test_public_name_exists_and_is_documented(name: str) -> None:
+    value = getattr(kvformat, name)
+    if name == "__version__":
+        return
+    assert inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value), "no docstring of its own"
+    assert (vars(value) if inspect.isclass(value) else {"__doc__": value.__doc__}).get("__doc__"), "no docstring"
+
+
+def test_a_star_import_gives_the_public_names() -> None:
+    namespace: dict[str, object] = {}
+    exec("from kvformat import *", namespace)
+    assert set(namespace) - {"__builtins__"} == set(kvformat.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = kvformat.no_such_name
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_is_documented_and_says_what_it_exports(module: str) -> None:
+    tree = ast.parse((REPOSITORY / module).read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), "no docstring"
+    if len(tree.body) == 1:
+        return
+    assert any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
+    targets = [
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    ]
+    assert "__all__" in targets or Path(module).name == "__main__.py", "no __all__"
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in MODULES if name.startswith(("kvformat/spec/", "kvformat/codec/"))]
+)
+def test_pure_module_opens_no_file(module: str) -> None:
+    """The import rules keep the modules that do I/O out; this keeps the builtins out."""
+    tree = ast.parse((REPOSITORY / module).read_text(encoding="utf-8"))
+    called = {
+        node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert called & {"open", "print", "input", "exec", "eval", "__import__"} == set()
+
+
+# -------------------------------------------------------------------------------------------------------- import rules
+
+VIOLATIONS = {
+    "layers": ("codes.py", "import kvformat.spec.limits"),
+    "testing": ("errors.py", "import kvformat.testing"),
+    "storage": ("storage/__init__.py", "import kvformat.spec.limits"),
+    "pure": ("codec/__init__.py", "import mmap"),
+    "torch": ("codes.py", "import torch"),
+    "transformers": ("extract/__init__.py", "import transformers"),
+    "fsspec": ("extract/__init__.py", "import fsspec"),
+    "grpc": ("storage/__init__.py", "import grpc"),
+}
+
+
+def test_every_import_rule_is_shown_to_bite() -> None:
+    config = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    assert [contract["id"] for contract in config["tool"]["importlinter"]["contracts"]] == list(VIOLATIONS)
+
+
+@pytest.mark.parametrize("contract", VIOLATIONS)
+def test_import_rule_bites(contract: str, tmp_path: Path) -> None:
+    module, statement = VIOLATIONS[contract]
+    shutil.copytree(PACKAGE, tmp_path / "kvformat", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    lint = [
+        sys.executable,
+        "-c",
+        "import sys; from importlinter.cli import lint_imports_command as lint; sys.path.insert(0, '.'); lint()",
+        "--no-cache",
+        "--contract",
+        contract,
+    ]
+
+    def verdict() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(lint, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    before = verdict()
+    assert before.returncode == 0, before.stdout + before.stderr
+    with (tmp_path / "kvformat" / module).open("a", encoding="utf-8") as file:
+        file.write(f"\n{statement}\n")
+    after = verdict()
+    assert (after.returncode, "1 broken" in after.stdout) == (1, True), after.stdout + after.stderr
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+RAISED = [code for code, row in CODES.items() if row.kind != "warning"]
+ERRORS = [getattr(kvformat.errors, name) for name in kvformat.errors.__all__ if name.endswith("Error")]
+
+
+def same(left: KVFormatError, right: KVFormatError) -> bool:
+    return (type(left), str(left), left.args, vars(left)) == (type(right), str(right), right.args, vars(right))
+
+
+def test_every_error_class_is_public_in_its_module() -> None:
+    def below(cls: type[KVFormatError]) -> set[type[KVFormatError]]:
+        return {cls}.union(*(below(child) for child in cls.__subclasses__()))
+
+    assert {cls for cls in below(KVFormatError) if cls.__module__.startswith("kvformat.")} == set(ERRORS)
+
+
+@pytest.mark.parametrize("cls", ERRORS)
+@pytest.mark.parametrize("where", [{}, {"path": "a/b", "record": "clip-0001", "layer": 3}, {"record": 7}])
+def test_error_pickles(cls: type[KVFormatError], where: dict[str, object]) -> None:
+    error = cls("expected 1, found 2: mend it", code="E006", **where)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert same(pickle.loads(pickle.dumps(error, protocol)), error)
+    assert same(copy.copy(error), error)
+
+
+def test_only_warnings_have_no_error_class() -> None:
+    assert {code for code in CODES if not CODES[code].error} == {
+        code for code in CODES if CODES[code].kind == "warning"
+    }
+    assert {CODES[code].error for code in RAISED} <= {cls.__name__ for cls in ERRORS}
+
+
+@pytest.mark.parametrize("code", RAISED)
+def test_code_makes_an_error_that_pickles(code: str) -> None:
+    error = make_error(code, "expected 1, found 2: mend it", path=Path("a/b"), record="clip", layer=3)
+    assert type(error).__name__ == CODES[code].error
+    assert str(error) == f"[{code}] expected 1, found 2: mend it (path 'a/b', record 'clip', layer 3)"
+    assert same(pickle.loads(pickle.dumps(error)), error)
+
+
+# ---------------------------------------------------------------------------------------------------------- repository
+
+
+def test_one_version() -> None:
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## \[(\d[^\]]*)\]", changelog, flags=re.MULTILINE)
+    assert newest is not None
+    versions = {
+        "pyproject.toml": PROJECT["version"],
+        "kvformat.__version__": kvformat.__version__,
+        "installed": importlib.metadata.version("kvformat"),
+        "CHANGELOG.md": newest[1],
+    }
+    assert len(set(versions.values())) == 1, versions
+
+
+def test_the_type_marker_is_there() -> None:
+    assert (PACKAGE / "py.typed").read_bytes() == b""
+
+
+def test_no_large_file() -> None:
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("not a checkout: what belongs to the repository is not known")
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60).stdout
+    files = [REPOSITORY / name for name in names.split("\0") if name]
+    assert REPOSITORY / "pyproject.toml" in files
+    large = {str(path.relative_to(REPOSITORY)): path.lstat().st_size for path in files if path.is_file()}
+    assert {name: nbytes for name, nbytes in large.items() if nbytes > MIB} == {}
