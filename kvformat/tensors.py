@@ -13,7 +13,7 @@ from kvformat.errors import make_error
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["from_buffer", "stored_bytes", "torch_dtype"]
+__all__ = ["flat_bytes", "from_buffer", "stored_bytes", "torch_dtype"]
 
 _NAMES = {
     "BF16": "bfloat16",
@@ -51,6 +51,18 @@ def from_buffer(buffer: Any, dtype: str, *, offset: int = 0, count: int = -1) ->
     if view.readonly:
         view = _unprotected(view)
     return torch.frombuffer(view, dtype=torch_dtype(dtype), offset=offset, count=count)
+
+
+def flat_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
+    """Writable bytes of a contiguous CPU tensor, ``[nbytes]``; E081 where it is something else."""
+    import torch
+
+    if tensor.dtype != torch_dtype(dtype) or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise make_error(
+            "E081", f"expected a contiguous CPU tensor of {torch_dtype(dtype)}, found {tensor.dtype} on {tensor.device}"
+        )
+    found: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return found
 
 
 def stored_bytes(

@@ -83,7 +83,7 @@ def align(n: int, a: int) -> int:
     return -(-n // a) * a
 
 
-# -------------------- files sections 2, 4
+# -------------------- files: sections 2, 4
 
 
 class Store:
@@ -154,7 +154,7 @@ class Store:
         return found
 
 
-# -------------------- canonical JSON section 5
+# -------------------- canonical JSON: section 5
 
 
 class Number(NamedTuple):
@@ -256,7 +256,7 @@ def decode(data: bytes, path: str, look: Callable[[Members], None] | None = None
     return value
 
 
-# -------------------- members and values section 5
+# -------------------- members and values: section 5
 
 Faults = list[Refused]
 Check = Callable[[Any, str, Faults], None]
@@ -445,7 +445,7 @@ def well_formed(value: dict[str, Any], check: Check, path: str) -> None:
     lowest(faults)
 
 
-# -------------------- layout of records sections 8, 12.1
+# -------------------- layout of records: sections 8, 12.1
 
 
 class Tensor(NamedTuple):
@@ -513,7 +513,7 @@ def digest(domain: str, *parts: bytes) -> str:
     return hashlib.sha256(b"\0".join([domain.encode(), b""]) + b"".join(parts)).hexdigest()
 
 
-# -------------------- root and manifest sections 6, 7
+# -------------------- root and manifest: sections 6, 7
 
 
 def look_loosely(root: Members) -> None:
@@ -708,7 +708,7 @@ def check_context(context: dict[str, Any], path: str) -> None:
             raise Refused("E042", "layers of groups are not in order, or overlap", path)  # 9.1
 
 
-# -------------------- index and covered files sections 9, 13
+# -------------------- index and covered files: sections 9, 13
 
 
 def part_layout(table: str, part: dict[str, Any], version: str, dims: int) -> tuple[bytes, list[Tensor], int]:
@@ -905,7 +905,7 @@ def check_tables(tables: dict[str, list[dict[str, bytes]]], manifest: dict[str, 
     return Index(list(zip(sha256, sizes, firsts, strict=True)), offsets, dims, documents, record_sums, names)
 
 
-# -------------------- shards section 12.2
+# -------------------- shards: section 12.2
 
 
 def shard_path(ordinal: int, sha256: str) -> str:
@@ -941,7 +941,7 @@ def check_shards(store: Store, manifest: dict[str, Any], index: Index) -> set[st
     return set(paths)
 
 
-# -------------------- records sections 11, 12.1
+# -------------------- records: sections 11, 12.1
 
 
 def read_records(store: Store, manifest: dict[str, Any], index: Index) -> list[Record]:

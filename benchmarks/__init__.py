@@ -1,0 +1,1 @@
+"""Tables of ratios between kvformat, bare memory and disk operations, and other dataset libraries."""

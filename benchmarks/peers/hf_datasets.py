@@ -1,0 +1,63 @@
+"""Hugging Face datasets: one memory-mapped Arrow file, read in the arrow format, so that no value is converted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Features, Value, disable_caching
+from datasets.arrow_writer import ArrowWriter
+
+from benchmarks.peers import Destination, ReaderBase, sync_tree
+
+if TYPE_CHECKING:
+    from benchmarks.shapes import Corpus, Record
+
+NAME = "HF datasets"
+NOTE = "mapped Arrow, format 'arrow', value taken as a buffer; no checksum"
+
+
+def write(path: Path, records: Sequence[Record]) -> None:
+    features = Features({"kv": Value("large_binary")})
+    # Arrow buffers over the payload: the writer gets the bytes without a conversion.
+    with ArrowWriter(path=str(path / "data.arrow"), features=features) as writer:
+        for record in records:
+            offsets = pa.py_buffer(np.array([0, record.payload.nbytes], dtype=np.int64))
+            column = pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(record.payload)])
+            writer.write_table(pa.table({"kv": column}))
+        writer.finalize()
+    sync_tree(path)
+
+
+class _Datasets(ReaderBase):
+    def __init__(self, path: Path, corpus: Corpus) -> None:
+        super().__init__(corpus)
+        disable_caching()
+        self._dataset = Dataset.from_file(str(path / "data.arrow")).with_format("arrow")
+
+    def _value(self, index: int) -> memoryview:
+        table: Any = self._dataset[index]
+        return memoryview(table.column(0)[0].as_buffer()).cast("B")
+
+    def views(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        both = np.frombuffer(self._value(index), dtype=np.uint16).reshape(2, *self.dims[index])
+        return both[0], both[1]
+
+    def copy_record(self, index: int, destination: Destination) -> int:
+        value = self._value(index)
+        nbytes = len(value)
+        destination.view[:nbytes] = value
+        return nbytes
+
+    def copy_layer(self, index: int, layer: int, destination: Destination) -> int:
+        value = self._value(index)
+        nbytes = len(value) // 2 // self.num_layers
+        destination.view[:nbytes] = value[layer * nbytes : (layer + 1) * nbytes]
+        return nbytes
+
+
+def open_reader(path: Path, corpus: Corpus) -> _Datasets:
+    return _Datasets(path, corpus)

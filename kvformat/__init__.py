@@ -1,0 +1,111 @@
+"""kvformat: datasets of the per-layer attention keys and values of a frozen transformer.
+
+Public names are what ``__all__`` lists. Importing this package loads neither torch nor fsspec; names load when used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvformat.errors import (
+    ConflictError,
+    DamageError,
+    DatasetExistsError,
+    DatasetNotFoundError,
+    DependencyError,
+    FormatError,
+    IdentityError,
+    InputError,
+    KVFormatError,
+    LookupFailedError,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from kvformat.read.dataset import Dataset
+    from kvformat.read.dataset import open_dataset as open
+    from kvformat.read.record import Record
+    from kvformat.read.verify import Finding, Report, verify
+    from kvformat.spec.context import Context, Text
+    from kvformat.spec.document import Document, Media, document_digest
+    from kvformat.spec.schema import Axis, Component, Extra, Last, Quant, Schema, Shared
+    from kvformat.write.create import create
+    from kvformat.write.writer import Writer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Axis",
+    "Component",
+    "ConflictError",
+    "Context",
+    "DamageError",
+    "Dataset",
+    "DatasetExistsError",
+    "DatasetNotFoundError",
+    "DependencyError",
+    "Document",
+    "Extra",
+    "Finding",
+    "FormatError",
+    "IdentityError",
+    "InputError",
+    "KVFormatError",
+    "Last",
+    "LookupFailedError",
+    "Media",
+    "Quant",
+    "Record",
+    "Report",
+    "Schema",
+    "Shared",
+    "StorageError",
+    "Text",
+    "UnsupportedError",
+    "UsageError",
+    "Writer",
+    "create",
+    "document_digest",
+    "open",
+    "verify",
+]
+
+_LAZY = {
+    "Axis": "kvformat.spec.schema",
+    "Component": "kvformat.spec.schema",
+    "Context": "kvformat.spec.context",
+    "Dataset": "kvformat.read.dataset",
+    "Document": "kvformat.spec.document",
+    "Extra": "kvformat.spec.schema",
+    "Finding": "kvformat.read.verify",
+    "Last": "kvformat.spec.schema",
+    "Media": "kvformat.spec.document",
+    "Quant": "kvformat.spec.schema",
+    "Record": "kvformat.read.record",
+    "Report": "kvformat.read.verify",
+    "Schema": "kvformat.spec.schema",
+    "Shared": "kvformat.spec.schema",
+    "Text": "kvformat.spec.context",
+    "Writer": "kvformat.write.writer",
+    "create": "kvformat.write.create",
+    "document_digest": "kvformat.spec.document",
+    "open": "kvformat.read.dataset",
+    "verify": "kvformat.read.verify",
+}
+_OTHER_NAME = {"open": "open_dataset"}
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'kvformat' has no attribute {name!r}")
+    value = getattr(import_module(module), _OTHER_NAME.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Reading: open a dataset, look records up, view their tensors, verify."""

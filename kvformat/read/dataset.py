@@ -1,0 +1,290 @@
+"""``kvformat.open`` and the dataset it returns."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from kvformat.errors import KVFormatError, make_error
+from kvformat.read.index import IndexReader
+from kvformat.read.record import Record
+from kvformat.read.shards import ShardPool
+from kvformat.spec import limits
+from kvformat.spec.context import Context, Text, differences
+from kvformat.spec.layout import Layout
+from kvformat.spec.manifest import Manifest, parse_manifest, parse_root
+from kvformat.spec.schema import SHARED_ROLES, Schema
+from kvformat.storage.local_read import LocalReader
+from kvformat.storage.location import local_path
+from kvformat.storage.mounts import prefers_pread
+
+__all__ = ["IO", "Dataset", "Verify", "load_manifest", "open_dataset"]
+
+Verify = Literal["first", "always", "off"]
+IO = Literal["auto", "mmap", "pread"]
+_LEVELS = {"off": 0, "first": 1, "always": 2}
+ROOT = "kvformat.json"
+
+
+class Dataset:
+    """A published dataset. Made by :func:`kvformat.open`; a sequence of records.
+
+    Safe to use in threads, and after fork. It pickles to its location, options and id, whatever its size.
+
+    Attributes
+    ----------
+    id
+        Dataset id: SHA-256 of the root, 64 hexadecimal digits.
+    location
+        Where it was opened.
+    manifest
+        Everything but tables and values.
+    """
+
+    def __init__(
+        self, reader: LocalReader, *, location: str, id: str, manifest: Manifest, layout: Layout, options: dict[str, Any]
+    ) -> None:
+        self.location = location
+        self.id = id
+        self.manifest = manifest
+        self.layout = layout
+        self.level = _LEVELS[options["verify"]]
+        self.index = IndexReader(reader, manifest, verify=self.level > 0)
+        self.reader = reader
+        self._options = options
+        schema = manifest.schema
+        self.num_dims = len(schema.dims)
+        self.num_components = len(schema.components)
+        self.slabs = {c.name: len(c.layers) for c in schema.components} | {e.name: 1 for e in schema.extras}
+        self.scales = frozenset(c.quant.scale for c in schema.components if c.quant is not None)
+        self._slab_of = _slab_map(schema)
+        self._layers = {c.name: c.layers for c in schema.components}
+        self._length = manifest.totals.records
+        self._shards = ShardPool(
+            reader,
+            self.index,
+            max_open_files=options["max_open_files"],
+            tensors=self.num_components + len(schema.extras),
+        )
+
+    # -- what it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def schema(self) -> Schema:
+        """Which tensors every record has."""
+        return self.manifest.schema
+
+    @property
+    def context(self) -> Context:
+        """What determined the values."""
+        return self.manifest.context
+
+    @property
+    def text(self) -> Text:
+        """How text became token ids."""
+        return self.manifest.text
+
+    @property
+    def provenance(self) -> Mapping[str, str]:
+        """Library versions and the like: recorded, never compared."""
+        return self.manifest.provenance
+
+    @property
+    def num_names(self) -> int:
+        """Number of names; at least the number of records."""
+        return self.manifest.totals.names
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all records together."""
+        return self.manifest.totals.tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards together."""
+        return self.manifest.totals.nbytes
+
+    def require(self, context: Context) -> None:
+        """Refuse the dataset unless its context equals another, field by field.
+
+        Raises
+        ------
+        IdentityError
+            E083 naming the fields that differ. An unknown context equals nothing.
+        """
+        found = differences(self.context, context)
+        if found:
+            raise make_error("E083", f"the contexts differ: {'; '.join(found)}", path=self.location)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"<kvformat.Dataset {self.location} ({len(self):,} records, id {self.id[:16]})>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.location, {**self._options, "expected_id": self.id})
+
+    # -- records -------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: int | str) -> Record:
+        if key.__class__ is not int:
+            key = self._number(key)
+        if not 0 <= key < self._length:  # type: ignore[operator]
+            key = self._wrap(key)  # type: ignore[arg-type]
+        return Record(self, key, self._shards.get(self.index.shard_of(key)))  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Record]:
+        for number in range(self._length):
+            yield self[number]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.index.find_name(name) is not None
+
+    def find(self, *, document: bytes) -> Record | None:
+        """The record of a document digest (32 bytes), or None."""
+        if not isinstance(document, bytes) or len(document) != 32:
+            raise make_error("E081", "a document digest is 32 bytes; see kvformat.document_digest")
+        number = self.index.find_document(document)
+        return None if number is None else self[number]
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        """All names with the number of their record, by record."""
+        return self.index.all_names()
+
+    def _number(self, key: Any) -> int:
+        if isinstance(key, str):
+            number = self.index.find_name(key)
+            if number is None:
+                raise make_error("E080", f"no record is named {key!r}", path=self.location, record=key)
+            return number
+        try:
+            return int(key.__index__())
+        except AttributeError:
+            raise make_error("E081", f"records are looked up by number or name, found {type(key).__name__}") from None
+
+    def _wrap(self, key: int) -> int:
+        wrapped = key + self._length if key < 0 else key
+        if not 0 <= wrapped < self._length:
+            raise make_error("E080", f"record {key} of {self._length}", path=self.location)
+        return wrapped
+
+    # -- the schema, looked up ---------------------------------------------------------------------------------------
+
+    def slab_of(self, role: str, layer: int) -> tuple[str, int]:
+        """Component and row that hold a role's model layer; E082 where none does."""
+        found = self._slab_of.get((role, layer))
+        if found is None:
+            layers = sorted(covered for known, covered in self._slab_of if known == role)
+            raise make_error("E082", f"role {role!r} has no layer {layer}; it covers {layers or 'none'}", layer=layer)
+        return found
+
+    def layer_of(self, tensor: str, row: int) -> int | None:
+        """Model layer of a component's row; None for an extra."""
+        layers = self._layers.get(tensor)
+        return None if layers is None else layers[row]
+
+    def twin_of(self, tensor: str, layer: int | None) -> tuple[str, int] | None:
+        """For a key slab the value slab of its layer, and the other way round."""
+        role = next((c.role for c in self.schema.components if c.name == tensor), None)
+        other = {"key": "value", "value": "key"}.get(role or "")
+        return None if other is None or layer is None else self._slab_of.get((other, layer))
+
+
+def open_dataset(
+    location: str | os.PathLike[str],
+    *,
+    expected_id: str | None = None,
+    verify: Verify = "first",
+    io: IO = "auto",
+    max_open_files: int = 128,
+) -> Dataset:
+    """Open a published dataset.
+
+    Parameters
+    ----------
+    location
+        Local directory or ``file://`` URL.
+    expected_id
+        Dataset id to insist on: pin it in what trains on the dataset.
+    verify
+        ``first``: every index part and slab is verified when this process first touches it. ``always``: at every
+        access. ``off``: never; said explicitly by those who verified otherwise.
+    io
+        ``mmap`` files, read them by ``pread``, or ``auto``: pread on network and FUSE mounts, mmap elsewhere.
+    max_open_files
+        Shards held open; tensors that are alive keep theirs mapped beyond that.
+
+    Raises
+    ------
+    DatasetNotFoundError
+        E001.
+    UnsupportedError
+        E012, E013.
+    FormatError, DamageError
+        E002 to E059.
+    IdentityError
+        E007 where the id is not ``expected_id``.
+    """
+    if verify not in _LEVELS:
+        raise make_error("E081", f"verify must be one of {', '.join(_LEVELS)}, found {verify!r}")
+    if io not in ("auto", "mmap", "pread"):
+        raise make_error("E081", f"io must be auto, mmap or pread, found {io!r}")
+    root = local_path(location)
+    reader = LocalReader(root, use_mmap=io == "mmap" or (io == "auto" and root.exists() and not prefers_pread(root)))
+    identity, manifest, layout = load_manifest(reader, expected_id=expected_id)
+    minor = int(manifest.version.partition(".")[2])
+    if minor > limits.MINOR:
+        warnings.warn(
+            f"[W003] {root}: written by version {manifest.version}, this reader knows {limits.VERSION}", stacklevel=2
+        )
+    options = {"verify": verify, "io": io, "max_open_files": max_open_files}
+    return Dataset(reader, location=str(root), id=identity, manifest=manifest, layout=layout, options=options)
+
+
+def load_manifest(reader: LocalReader, *, expected_id: str | None = None) -> tuple[str, Manifest, Layout]:
+    """Dataset id, manifest and layout of the dataset under a reader; errors as for :func:`open_dataset`."""
+    path = reader.path(ROOT)
+    try:
+        data = reader.read(ROOT, max_nbytes=limits.MAX_ROOT_NBYTES)
+    except KVFormatError as error:
+        if error.code != "E002":
+            raise
+        staged = (reader.root / ".staging").is_dir()
+        raise make_error(
+            "E001",
+            "no dataset is published here"
+            + (": staged work is; resume it, or see `kvformat status`" if staged else ": check the location"),
+            path=path,
+        ) from None
+    identity = hashlib.sha256(data).hexdigest()
+    if expected_id is not None and identity != expected_id.lower():
+        raise make_error("E007", f"the dataset id is {identity}, expected {expected_id}", path=path)
+    root = parse_root(data, path=path)
+    name = f"manifest/{root.manifest.sha256}.json"
+    manifest_bytes = reader.read(name, nbytes=root.manifest.size)
+    if hashlib.sha256(manifest_bytes).hexdigest() != root.manifest.sha256:
+        raise make_error("E006", "the manifest's SHA-256 is not the root's: restore the file", path=reader.path(name))
+    manifest, layout = parse_manifest(manifest_bytes, root, path=reader.path(name))
+    return identity, manifest, layout
+
+
+def _slab_map(schema: Schema) -> dict[tuple[str, int], tuple[str, int]]:
+    found: dict[tuple[str, int], tuple[str, int]] = {}
+    for component in schema.components:
+        if component.role == "other":
+            continue
+        for row, layer in enumerate(component.layers):
+            found[component.role, layer] = (component.name, row)
+    for shared in schema.shared:
+        for role in SHARED_ROLES:
+            if (role, shared.source) in found:
+                found[role, shared.layer] = found[role, shared.source]
+    return found
+
+
+def _reopen(location: str, options: dict[str, Any]) -> Dataset:
+    return open_dataset(location, **options)
