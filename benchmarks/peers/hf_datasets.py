@@ -12,6 +12,7 @@ from datasets import Dataset, Features, Value, disable_caching
 from datasets.arrow_writer import ArrowWriter
 
 from benchmarks.peers import Destination, ReaderBase, sync_tree
+from benchmarks.peers._arrow import as_array, single_value
 
 if TYPE_CHECKING:
     from benchmarks.shapes import Corpus, Record
@@ -22,12 +23,9 @@ NOTE = "mapped Arrow, format 'arrow', value taken as a buffer; no checksum"
 
 def write(path: Path, records: Sequence[Record]) -> None:
     features = Features({"kv": Value("large_binary")})
-    # Arrow buffers over the payload: the writer gets the bytes without a conversion.
     with ArrowWriter(path=str(path / "data.arrow"), features=features) as writer:
         for record in records:
-            offsets = pa.py_buffer(np.array([0, record.payload.nbytes], dtype=np.int64))
-            column = pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(record.payload)])
-            writer.write_table(pa.table({"kv": column}))
+            writer.write_table(pa.table({"kv": as_array(record.payload)}))
         writer.finalize()
     sync_tree(path)
 
@@ -40,7 +38,7 @@ class _Datasets(ReaderBase):
 
     def _value(self, index: int) -> memoryview:
         table: Any = self._dataset[index]
-        return memoryview(table.column(0)[0].as_buffer()).cast("B")
+        return single_value(table.column(0).chunk(0))
 
     def views(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         both = np.frombuffer(self._value(index), dtype=np.uint16).reshape(2, *self.dims[index])

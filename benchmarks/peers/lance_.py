@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.peers import Destination, ReaderBase, sync_tree
+from benchmarks.peers._arrow import as_array, single_value
 
 if TYPE_CHECKING:
     from benchmarks.shapes import Corpus, Record
@@ -19,17 +20,12 @@ NAME = "Lance"
 NOTE = "take([i]); decodes into fresh memory, on threads of its own; no checksum"
 
 
-def _column(record: Record) -> pa.Array:
-    offsets = pa.py_buffer(np.array([0, record.payload.nbytes], dtype=np.int64))
-    return pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(record.payload)])
-
-
 def write(path: Path, records: Sequence[Record]) -> None:
     schema = pa.schema([pa.field("kv", pa.large_binary())])
 
     def batches() -> Iterator[pa.RecordBatch]:
         for record in records:
-            yield pa.record_batch([_column(record)], schema=schema)
+            yield pa.record_batch([as_array(record.payload)], schema=schema)
 
     lance.write_dataset(pa.RecordBatchReader.from_batches(schema, batches()), str(path / "lance"))
     sync_tree(path)
@@ -42,7 +38,7 @@ class _Lance(ReaderBase):
 
     def _value(self, index: int) -> memoryview:
         table = self._dataset.take([index], columns=["kv"])
-        return memoryview(table.column(0)[0].as_buffer()).cast("B")
+        return single_value(table.column(0).chunk(0))
 
     def views(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         both = np.frombuffer(self._value(index), dtype=np.uint16).reshape(2, *self.dims[index])

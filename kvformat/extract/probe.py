@@ -15,7 +15,8 @@ from kvformat.extract.capture import CaptureCache, cache_argument, run_decoder
 
 __all__ = ["LayerForm", "Probe", "probe", "reachable_state"]
 
-_BATCH, _TOKENS = 2, 5
+_IDS = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 5]]  # two inputs that differ in their last token only
+_BATCH, _TOKENS = len(_IDS), len(_IDS[0])
 _PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
     {
         nn.functional.scaled_dot_product_attention,
@@ -54,7 +55,9 @@ class Probe(NamedTuple):
     reached: frozenset[str]
 
 
-def probe(decoder: nn.Module, layers: Sequence[int], *, watch: bool = True) -> Probe:
+def probe(
+    decoder: nn.Module, layers: Sequence[int], *, latent: tuple[int, int] | None = None, watch: bool = True
+) -> Probe:
     """Run ``decoder`` on a few tokens and look.
 
     Parameters
@@ -63,19 +66,20 @@ def probe(decoder: nn.Module, layers: Sequence[int], *, watch: bool = True) -> P
         Base decoder in evaluation mode. Neither its parameters nor their ``requires_grad`` are touched.
     layers
         Wanted model layers, ascending.
+    latent
+        Widths of the compressed latent and the shared rotary key, for a model that caches those in place of K and V.
     watch
-        Whether the check against the attention product and the walk of the graph are made; without them the decoder
-        may be on the ``meta`` device.
+        Whether values are looked at and the graph is walked; without it the decoder may be on the ``meta`` device.
 
     Raises
     ------
     InputError
-        E302 for a model whose cache is not what its attention consumes, or that keeps other state; E303 where a wanted
-        layer never writes the cache, or where rows are missing.
+        E302 for a model whose cache is not what its attention consumes, that keeps other state, or whose early tokens
+        see later ones; E303 where a wanted layer never writes the cache, or where rows are missing.
     """
     last = layers[-1]
     taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    product = _ProductWatch() if watch else None
+    product = _ProductWatch(latent) if watch else None
 
     def sink(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         taken[layer] = (key, value)
@@ -85,7 +89,7 @@ def probe(decoder: nn.Module, layers: Sequence[int], *, watch: bool = True) -> P
     cache = CaptureCache(sink, stop=lambda layer: layer > last)
     argument = cache_argument(decoder)
     parameter = next(decoder.parameters())
-    ids = torch.arange(_BATCH * _TOKENS, device=parameter.device).reshape(_BATCH, _TOKENS)
+    ids = torch.tensor(_IDS, device=parameter.device)
     state = reachable_state(decoder) if watch else {}
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in state.items()}
     try:
@@ -107,7 +111,10 @@ def probe(decoder: nn.Module, layers: Sequence[int], *, watch: bool = True) -> P
             "the wanted layers",
             layer=missing[0],
         )
-    forms = {layer: _form(layer, *taken[layer], product) for layer in layers}
+    forms = {layer: _form(layer, *taken[layer], latent, product) for layer in layers}
+    if watch:
+        for layer in layers:
+            _check_causal(layer, *taken[layer])
     wanted = [tensor for layer in layers for tensor in taken[layer]]
     return Probe(forms=forms, reached=frozenset(_reached(wanted, leaves)) if watch else frozenset())
 
@@ -145,30 +152,33 @@ class _Nothing:
 class _ProductWatch(TorchFunctionMode):
     """Sees every matrix product, and notes whether K and V of the layer at hand enter one as they were cached."""
 
-    def __init__(self) -> None:
+    def __init__(self, latent: tuple[int, int] | None) -> None:
         super().__init__()
+        self._latent = latent
         self._layer = -1
         self._open: dict[str, torch.Tensor] = {}
-        self._consumed: dict[int, set[str]] = {}
+        self._missing: dict[int, set[str]] = {}
 
     def expect(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self._layer = layer
-        self._open = {"key": key.detach(), "value": value.detach()}
-        self._consumed[layer] = set()
+        if _is_latent(key, value, self._latent):
+            self._open = {"rope_key": value.detach()}
+        else:
+            self._open = {"key": key.detach(), "value": value.detach()}
+        self._missing[layer] = set(self._open)
 
-    def consumed(self, layer: int) -> bool:
-        return self._consumed[layer] == {"key", "value"}
+    def missing(self, layer: int) -> set[str]:
+        return self._missing[layer]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._open and func in _PRODUCTS:
-            operands = [t for t in _tensors((*args, *(kwargs or {}).values())) if t.ndim >= 3]
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                for name, wanted in list(self._open.items()):
-                    if any(_same(operand.detach(), wanted) for operand in operands):
-                        self._consumed[self._layer].add(name)
-                        del self._open[name]
+            operands = [t.detach() for t in _tensors((*args, *(kwargs or {}).values())) if t.ndim >= 3]
+            for name, wanted in list(self._open.items()):
+                if any(_holds(operand, wanted, tail=name == "rope_key") for operand in operands):
+                    self._missing[self._layer].discard(name)
+                    del self._open[name]
         return func(*args, **(kwargs or {}))
 
 
@@ -180,23 +190,35 @@ def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _same(operand: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether an operand holds the cached values: whole or transposed, heads repeated or merged into the batch."""
+def _holds(operand: torch.Tensor, wanted: torch.Tensor, *, tail: bool) -> bool:
+    """Whether an operand holds cached values: whole or transposed, heads repeated or merged into the batch.
+
+    With ``tail``, only the last columns of the operand are compared: a shared rotary key stands there.
+    """
     batch, heads, tokens, width = wanted.shape
-    if operand.numel() % wanted.numel():
-        return False
     for candidate in (operand, operand.transpose(-1, -2)):
-        if candidate.shape[-2:] != (tokens, width):
+        if candidate.shape[-2] != tokens or candidate.shape[-1] < width:
             continue
-        split = candidate.reshape(batch, -1, tokens, width)
-        repeats = split.shape[1] // heads
-        expected = wanted.repeat_interleave(repeats, dim=1).to(split.dtype)
-        if torch.equal(split, expected):
+        part = candidate[..., candidate.shape[-1] - width :] if tail else candidate
+        if part.shape[-1] != width or part.numel() % wanted.numel():
+            continue
+        split = part.reshape(batch, -1, tokens, width)
+        if torch.equal(split, wanted.repeat_interleave(split.shape[1] // heads, dim=1).to(split.dtype)):
             return True
     return False
 
 
-def _form(layer: int, key: torch.Tensor, value: torch.Tensor, product: _ProductWatch | None) -> LayerForm:
+def _is_latent(key: torch.Tensor, value: torch.Tensor, latent: tuple[int, int] | None) -> bool:
+    return key.shape[1] == value.shape[1] == 1 and (key.shape[-1], value.shape[-1]) == latent
+
+
+def _form(
+    layer: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    latent: tuple[int, int] | None,
+    product: _ProductWatch | None,
+) -> LayerForm:
     for name, tensor in (("K", key), ("V", value)):
         if tensor.ndim != 4 or tensor.shape[0] != _BATCH or tensor.shape[2] != _TOKENS:
             raise make_error(
@@ -204,17 +226,30 @@ def _form(layer: int, key: torch.Tensor, value: torch.Tensor, product: _ProductW
                 f"the cache holds {name} of shape {list(tensor.shape)}, expected [{_BATCH}, heads, {_TOKENS}, width]",
                 layer=layer,
             )
-    heads = (key.shape[1], value.shape[1])
-    latent = product is not None and not product.consumed(layer)
-    if latent and heads != (1, 1):
+    if product is not None and product.missing(layer):
         raise make_error(
             "E302",
-            "what the model caches is not what its attention product consumes; keys at that stage cannot be taken",
+            f"the {' and '.join(sorted(product.missing(layer)))} the model caches is not what its attention product "
+            "consumes; keys at that stage cannot be taken from this model",
             layer=layer,
         )
     return LayerForm(
-        key=(int(key.shape[1]), int(key.shape[3])), value=(int(value.shape[1]), int(value.shape[3])), latent=latent
+        key=(int(key.shape[1]), int(key.shape[3])),
+        value=(int(value.shape[1]), int(value.shape[3])),
+        latent=_is_latent(key, value, latent),
     )
+
+
+def _check_causal(layer: int, *tensors: torch.Tensor) -> None:
+    """The rows before the last token, equal in both inputs, must not depend on it (rounding apart)."""
+    for tensor in tensors:
+        one, other = tensor.detach()[:, :, : _TOKENS - 1].float()
+        scale = float(one.abs().max())
+        tolerance = 4 * torch.finfo(tensor.dtype).eps * max(scale, 1e-6)
+        if float((one - other).abs().max()) > tolerance * max(1, layer):
+            raise make_error(
+                "E302", "early tokens see later ones: the model is not causal, and documents here are", layer=layer
+            )
 
 
 def _caller(decoder: nn.Module, leaves: Mapping[str, torch.Tensor]) -> Callable[..., Any]:

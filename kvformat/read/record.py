@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvformat.errors import KVFormatError, make_error
@@ -240,6 +241,31 @@ class Record:
                 )
             checks.flags[self._slot] |= SUMS_CHECKED
         return raw.cast("Q")
+
+    def check_sums(self) -> None:
+        """Prove the table of sums; E070."""
+        self._sums()
+
+    def faults(self) -> Iterator[KVFormatError]:
+        """Every slab and extra that is not what its sum states; the table of sums must be proved."""
+        for placed in self._placement.tensors.values():
+            if placed.bit < 0:
+                continue
+            for row in range(self._dataset.slabs[placed.name]):
+                try:
+                    self._verify_slab(placed, row)
+                except KVFormatError as error:
+                    yield error
+
+    def stored(self, name: str) -> memoryview:
+        """Bytes of a tensor as stored, not verified."""
+        placed = self._placement.tensors[name]
+        return self._shard.file.read(self._offset + placed.offset, placed.nbytes)
+
+    def padding(self) -> memoryview:
+        """Bytes after the last tensor, not verified."""
+        end = self._placement.end
+        return self._shard.file.read(self._offset + end, self._placement.nbytes - end)
 
     def _verify(self, placed: Placed) -> None:
         sums = self._sums()

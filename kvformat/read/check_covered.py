@@ -1,0 +1,78 @@
+"""Covered files: their digests, and the content of those the specification owns (SPEC.md, section 9)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvformat.errors import KVFormatError, make_error
+from kvformat.spec import canonical, limits
+from kvformat.spec.context import TensorDigest
+from kvformat.spec.manifest import CoveredFile
+from kvformat.storage.local_read import LocalReader
+
+__all__ = ["InverseFrequencies", "TensorList", "check_covered", "read_covered"]
+
+Real = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+LayerIndex = Annotated[int, Meta(ge=0, le=limits.MAX_LAYER)]
+_BLOCK = 1 << 20
+
+
+class TensorList(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of ``weights``."""
+
+    tensors: tuple[TensorDigest, ...]
+
+
+class FrequencyGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Inverse frequencies of some layers."""
+
+    layers: tuple[LayerIndex, ...]
+    values: tuple[Real, ...]
+
+
+class InverseFrequencies(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of ``inv_freq``."""
+
+    groups: tuple[FrequencyGroup, ...]
+
+
+def read_covered(reader: LocalReader, file: CoveredFile) -> bytes:
+    """A covered file whose digest was checked; E002, E003, E005, E006."""
+    name = f"files/{file.sha256}"
+    data = reader.read(name, nbytes=file.size)
+    if hashlib.sha256(data).hexdigest() != file.sha256:
+        raise make_error("E006", f"the SHA-256 of covered file {file.name!r} differs: restore it", path=reader.path(name))
+    return data
+
+
+def check_covered(reader: LocalReader, file: CoveredFile) -> Iterator[KVFormatError]:
+    """Digest of a covered file, and E044 of its content."""
+    path = reader.path(f"files/{file.sha256}")
+    if file.name not in ("weights", "inv_freq"):
+        yield from _check_digest(reader, file, path)
+        return
+    data = read_covered(reader, file)
+    try:
+        if file.name == "weights":
+            names = [t.name.encode() for t in canonical.convert(canonical.decode(data), TensorList).tensors]
+            if any(a >= b for a, b in zip(names, names[1:], strict=False)):
+                yield make_error("E044", "tensors must be in strictly ascending order of their names", path=path)
+        else:
+            groups = canonical.convert(canonical.decode(data), InverseFrequencies).groups
+            if any(not canonical.is_real(value) for group in groups for value in group.values):
+                yield make_error("E044", "an inverse frequency is NaN, infinite or -0", path=path)
+    except KVFormatError as error:
+        yield make_error("E044", f"covered file {file.name!r}: {error.message}", path=path)
+
+
+def _check_digest(reader: LocalReader, file: CoveredFile, path: str) -> Iterator[KVFormatError]:
+    opened = reader.open(f"files/{file.sha256}", nbytes=file.size)
+    digest = hashlib.sha256()
+    for offset in range(0, file.size, _BLOCK):
+        digest.update(opened.read(offset, min(_BLOCK, file.size - offset)))
+    if digest.hexdigest() != file.sha256:
+        yield make_error("E006", f"the SHA-256 of covered file {file.name!r} differs: restore it", path=path)

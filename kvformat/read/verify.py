@@ -1,0 +1,262 @@
+"""``kvformat.verify``: all faults of a dataset, level by level (SPEC.md, section 18)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from msgspec import Struct
+
+from kvformat.errors import KVFormatError, make_error
+from kvformat.read import check_index
+from kvformat.read.check_covered import check_covered
+from kvformat.read.check_shard import check_header, check_record, check_sha256
+from kvformat.read.dataset import ROOT, Dataset, load_manifest
+from kvformat.read.index import ShardRow, part_path
+from kvformat.spec import limits, tables
+from kvformat.spec.manifest import parse_root
+from kvformat.storage.local_read import LocalReader
+from kvformat.storage.location import local_path
+from kvformat.storage.mounts import prefers_pread
+
+__all__ = ["Finding", "Report", "verify"]
+
+Progress = Callable[[int, int], None]
+_MAX_THREADS = 8
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One fault or warning."""
+
+    code: str
+    message: str
+    path: str | None = None
+    record: str | int | None = None
+    layer: int | None = None
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """What verification found. ``ok`` means no fault; warnings are allowed."""
+
+    ok: bool
+    id: str | None
+    level: int
+    findings: tuple[Finding, ...]
+    warnings: tuple[Finding, ...]
+    records: int
+    nbytes: int
+
+
+def verify(
+    location: str | os.PathLike[str],
+    *,
+    level: int = 4,
+    expected_id: str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Look for all faults of a dataset.
+
+    Parameters
+    ----------
+    location
+        Local directory or ``file://`` URL.
+    level
+        1: root and manifest. 2: and the index, sizes, shard headers, covered files, unknown files. 3: and every XXH3,
+        scales, documents. 4: and every SHA-256 and all padding.
+    expected_id
+        Dataset id it must have.
+    threads
+        Shards checked at once; by default as many as there are processors, at most 8.
+    progress
+        Called with (bytes done, bytes in all), from any thread.
+
+    Returns
+    -------
+    Report
+        Findings in the order of their codes, which is their precedence.
+
+    Raises
+    ------
+    DatasetNotFoundError
+        E001.
+    UsageError
+        E081, E206.
+    """
+    if level not in (1, 2, 3, 4):
+        raise make_error("E081", f"level must be 1 to 4, found {level!r}")
+    root = local_path(location)
+    reader = LocalReader(root, use_mmap=root.exists() and not prefers_pread(root))
+    return _Verification(reader, level, threads or min(os.cpu_count() or 1, _MAX_THREADS), progress).run(expected_id)
+
+
+class _Verification:
+    def __init__(self, reader: LocalReader, level: int, threads: int, progress: Progress | None) -> None:
+        self._reader = reader
+        self._level = level
+        self._threads = threads
+        self._progress = progress
+        self._found: dict[Finding, None] = {}
+        self._warned: list[Finding] = []
+        self._lock = threading.Lock()
+        self._done = 0
+        self._total = 0
+
+    def run(self, expected_id: str | None) -> Report:
+        try:
+            identity, manifest, layout = load_manifest(self._reader, expected_id=expected_id)
+        except KVFormatError as error:
+            if error.code == "E001":
+                raise
+            self._add([error])
+            return self._report(None, 0, 0)
+        if int(manifest.version.partition(".")[2]) > limits.MINOR:
+            self._warn("W003", f"written by version {manifest.version}, this reader knows {limits.VERSION}", ROOT)
+        options = {"verify": "always", "io": "mmap" if self._reader.use_mmap else "pread", "max_open_files": 4}
+        dataset = Dataset(
+            self._reader,
+            location=str(self._reader.root),
+            id=identity,
+            manifest=manifest,
+            layout=layout,
+            options=options,
+        )
+        if self._level >= 2:
+            self._check_files(dataset)
+        return self._report(identity, manifest.totals.records, manifest.totals.nbytes)
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def _check_files(self, dataset: Dataset) -> None:
+        manifest, index = dataset.manifest, dataset.index
+        expected = {ROOT, self._manifest_path()}
+        for file in manifest.files:
+            expected.add(f"files/{file.sha256}")
+            self._add(check_covered(self._reader, file))
+        sound = {}
+        for table in tables.TABLES:
+            parts = getattr(index, table)
+            expected.update(part_path(part.sha256) for part in parts.parts)
+            sound[table] = all([self._attempt(lambda n=n, parts=parts: parts.part(n)) for n in range(len(parts.parts))])
+        rows_sound = False
+        if sound["shards"]:
+            if self._add(check_index.check_shards(index, manifest)) and sound["rows"]:
+                rows_sound = self._add(check_index.check_rows(index, manifest, dataset.layout))
+            shards = self._shards(dataset)
+            expected.update(row.path for row in shards)
+            if sound["rows"]:
+                self._check_shards(dataset, shards, headers=rows_sound)
+        names_sound = sound["names"] and self._add(check_index.check_names(index, manifest))
+        if rows_sound and names_sound and sound["document_keys"] and sound["name_keys"]:
+            self._add(check_index.check_lookups(index, manifest))
+        if self._level >= 4 and all(sound.values()):
+            self._add(check_index.check_padding(index))
+        if sound["shards"]:
+            self._check_unknown(expected)
+
+    def _manifest_path(self) -> str:
+        root = parse_root(self._reader.read(ROOT, max_nbytes=limits.MAX_ROOT_NBYTES))
+        return f"manifest/{root.manifest.sha256}.json"
+
+    def _shards(self, dataset: Dataset) -> list[ShardRow]:
+        found = []
+        for ordinal in range(dataset.manifest.totals.shards):
+            try:
+                found.append(dataset.index.shard(ordinal))
+            except KVFormatError as error:
+                self._add([error])
+        return found
+
+    def _check_shards(self, dataset: Dataset, shards: list[ShardRow], *, headers: bool) -> None:
+        passes = {2: 0, 3: 1, 4: 2}[self._level]
+        self._total = passes * sum(row.size for row in shards)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="kvformat-verify") as pool:
+            try:
+                for _ in pool.map(lambda row: self._check_shard(dataset, row, headers=headers), shards):
+                    pass
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def _check_shard(self, dataset: Dataset, row: ShardRow, *, headers: bool) -> None:
+        try:
+            file = self._reader.open(row.path, nbytes=row.size)
+            if headers:
+                fault = check_header(dataset, row, file)
+                if fault is not None:
+                    self._add([fault])
+            if self._level >= 3:
+                for number in range(row.first, row.end):
+                    self._add(check_record(dataset, row, file, number, padding=self._level >= 4))
+                self._advance(row.size)
+            if self._level >= 4:
+                fault = check_sha256(row, file, self._advance)
+                if fault is not None:
+                    self._add([fault])
+        except KVFormatError as error:
+            self._add([error])
+
+    def _check_unknown(self, expected: set[str]) -> None:
+        staging = False
+        for name in self._reader.walk():
+            if name.startswith(".staging/"):
+                staging = True
+            elif name not in expected:
+                self._warn("W001", "the dataset does not name this file; readers ignore it", name)
+        if staging:
+            self._warn("W002", "staged work lies here; see `kvformat status` and `kvformat clean`", ".staging")
+
+    # -- findings ------------------------------------------------------------------------------------------------
+
+    def _attempt(self, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except KVFormatError as error:
+            self._add([error])
+            return False
+        return True
+
+    def _add(self, errors: Iterable[KVFormatError]) -> bool:
+        """Collect errors; True where there was none."""
+        clean = True
+        for error in _until_raised(errors):
+            clean = False
+            finding = Finding(
+                code=error.code, message=error.message, path=error.path, record=error.record, layer=error.layer
+            )
+            with self._lock:
+                self._found[finding] = None
+        return clean
+
+    def _warn(self, code: str, message: str, name: str) -> None:
+        self._warned.append(Finding(code=code, message=message, path=self._reader.path(name)))
+
+    def _advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    def _report(self, identity: str | None, records: int, nbytes: int) -> Report:
+        findings = sorted(self._found, key=lambda f: (f.code, f.path or "", str(f.record or ""), f.layer or 0))
+        return Report(
+            ok=not findings,
+            id=identity,
+            level=self._level,
+            findings=tuple(findings),
+            warnings=tuple(self._warned),
+            records=records,
+            nbytes=nbytes,
+        )
+
+
+def _until_raised(errors: Iterable[KVFormatError]) -> Iterator[KVFormatError]:
+    """The errors a check yields, and the one it raises, if it does."""
+    try:
+        yield from errors
+    except KVFormatError as error:
+        yield error
+
+
