@@ -65,9 +65,7 @@ class Shape:
         )
 
 
-LARGE = Shape(
-    name="large", num_layers=36, num_kv_heads=8, head_dim=128, num_records=24, mean_tokens=200.0, sigma=0.7
-)
+LARGE = Shape(name="large", num_layers=36, num_kv_heads=8, head_dim=128, num_records=24, mean_tokens=200.0, sigma=0.7)
 SMALL = Shape(name="small", num_layers=12, num_kv_heads=2, head_dim=64, num_records=5_000, mean_tokens=20.0, sigma=0.6)
 SHAPES = {shape.name: shape for shape in (LARGE, SMALL)}
 
@@ -159,6 +157,7 @@ class Corpus:
         return self.blob[self.offsets[index] : self.offsets[index + 1]]
 
     def record(self, index: int) -> Record:
+        """Record ``index``."""
         return Record(
             index=index,
             name=f"sample-{index:06d}",

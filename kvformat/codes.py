@@ -248,7 +248,7 @@ CODES: dict[str, Code] = {
         "touch, verify",
         "Records tile the data of their shard: aligned, without gap or overlap.",
     ),
-    "E055": Code("rows-part", "FormatError", "reader", "open, verify", "The rows of one shard lie in one part."),
+    "E055": Code("rows-part", "FormatError", "reader", "touch, verify", "The rows of one shard lie in one part."),
     "E056": Code(
         "names-table",
         "FormatError",

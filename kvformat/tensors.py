@@ -59,15 +59,14 @@ def flat_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
 
     if tensor.dtype != torch_dtype(dtype) or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise make_error(
-            "E081", f"expected a contiguous CPU tensor of {torch_dtype(dtype)}, found {tensor.dtype} on {tensor.device}"
+            "E081",
+            f"expected a contiguous CPU tensor of {torch_dtype(dtype)}, found {tensor.dtype} on {tensor.device}",
         )
     found: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return found
 
 
-def stored_bytes(
-    value: Any, *, dtype: str, shape: tuple[int, ...], what: str, record: str
-) -> NDArray[np.uint8]:
+def stored_bytes(value: Any, *, dtype: str, shape: tuple[int, ...], what: str, record: str) -> NDArray[np.uint8]:
     """The bytes of a tensor as they are stored: row-major, ``[nbytes]`` uint8; a view where the tensor allows it.
 
     Parameters
@@ -98,9 +97,7 @@ def stored_bytes(
     return found
 
 
-def _numpy_bytes(
-    value: NDArray[Any], dtype: str, shape: tuple[int, ...], what: str, record: str
-) -> NDArray[np.uint8]:
+def _numpy_bytes(value: NDArray[Any], dtype: str, shape: tuple[int, ...], what: str, record: str) -> NDArray[np.uint8]:
     _check(value.shape, value.dtype.name, _NAMES[dtype], dtype, shape, what, record)
     little = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
     return little.reshape(-1).view(np.uint8)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import shutil
 import sys
 import tempfile
@@ -63,7 +62,7 @@ def prepare(directory: Path) -> Path:
         tokenizer.save_pretrained(scratch)
         scratch.chmod(0o755)
         try:
-            os.rename(scratch, directory)
+            scratch.rename(directory)
         except OSError:
             if not is_complete(directory):
                 raise

@@ -1,8 +1,8 @@
 """Other ways to store the same records. A peer is a module with ``NAME``, ``NOTE``, ``write`` and ``open_reader``.
 
-``write(path, records)`` leaves the records durable: what the library does not sync itself is synced here and counted.
-``open_reader(path, corpus)`` returns a :class:`Reader`. Each peer is set up the way that is fastest for these
-operations; where its interface forces a copy on the way, it pays for it and its note says so.
+``write(path, records, purpose)`` leaves the records durable: what the library does not sync itself is synced here and
+counted. ``open_reader(path, corpus, purpose)`` returns a :class:`Reader`. Each peer is set up the way that is fastest
+for these operations; where its interface forces a copy on the way, it pays for it and its note says so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from benchmarks.shapes import Corpus, Record
 
-__all__ = ["PEERS", "Destination", "Peer", "Reader", "ReaderBase", "load", "memmove", "sync_tree"]
+__all__ = ["PEERS", "Destination", "Peer", "Purpose", "Reader", "ReaderBase", "load", "memmove", "sync_tree"]
 
 PEERS = (
     "safetensors_shard",
@@ -33,6 +33,9 @@ PEERS = (
     "lance_",
     "memmap",
 )
+
+Purpose = Literal["read", "slab", "write"]
+"""What is measured: whole records read, single layers read, or writing. A peer may lay its data out for it."""
 
 memmove = ctypes.memmove
 memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -69,10 +72,10 @@ class Peer(Protocol):
     NAME: str
     NOTE: str
 
-    def write(self, path: Path, records: Sequence[Record]) -> None:
+    def write(self, path: Path, records: Sequence[Record], purpose: Purpose) -> None:
         """Write all records below ``path``, which exists and is empty; return when they are durable."""
 
-    def open_reader(self, path: Path, corpus: Corpus) -> Reader:
+    def open_reader(self, path: Path, corpus: Corpus, purpose: Purpose) -> Reader:
         """Open what ``write`` made."""
 
 

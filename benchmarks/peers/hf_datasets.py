@@ -11,7 +11,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, Value, disable_caching
 from datasets.arrow_writer import ArrowWriter
 
-from benchmarks.peers import Destination, ReaderBase, sync_tree
+from benchmarks.peers import Destination, Purpose, ReaderBase, sync_tree
 from benchmarks.peers._arrow import as_array, single_value
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ NAME = "HF datasets"
 NOTE = "mapped Arrow, format 'arrow', value taken as a buffer; no checksum"
 
 
-def write(path: Path, records: Sequence[Record]) -> None:
+def write(path: Path, records: Sequence[Record], purpose: Purpose) -> None:  # noqa: ARG001 - one layout serves all
     features = Features({"kv": Value("large_binary")})
     with ArrowWriter(path=str(path / "data.arrow"), features=features) as writer:
         for record in records:
@@ -57,5 +57,5 @@ class _Datasets(ReaderBase):
         return nbytes
 
 
-def open_reader(path: Path, corpus: Corpus) -> _Datasets:
+def open_reader(path: Path, corpus: Corpus, purpose: Purpose) -> _Datasets:  # noqa: ARG001 - as write
     return _Datasets(path, corpus)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import lmdb
 import numpy as np
 
-from benchmarks.peers import Destination, ReaderBase, sync_tree
+from benchmarks.peers import Destination, Purpose, ReaderBase, sync_tree
 
 if TYPE_CHECKING:
     from benchmarks.shapes import Corpus, Record
@@ -18,7 +18,7 @@ NAME = "LMDB"
 NOTE = "readonly, lock=False, buffers=True, one read transaction; no checksum"
 
 
-def write(path: Path, records: Sequence[Record]) -> None:
+def write(path: Path, records: Sequence[Record], purpose: Purpose) -> None:  # noqa: ARG001 - one layout serves all
     total = sum(record.payload.nbytes for record in records)
     # One page of slack a record, and room for the tree.
     map_size = total + len(records) * 8192 + (64 << 20)
@@ -59,5 +59,5 @@ class _Lmdb(ReaderBase):
         self._database.close()
 
 
-def open_reader(path: Path, corpus: Corpus) -> _Lmdb:
+def open_reader(path: Path, corpus: Corpus, purpose: Purpose) -> _Lmdb:  # noqa: ARG001 - as write
     return _Lmdb(path, corpus)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.peers import Destination, ReaderBase, memmove, sync_tree
+from benchmarks.peers import Destination, Purpose, ReaderBase, sync_tree
 
 if TYPE_CHECKING:
     from benchmarks.shapes import Corpus, Record
@@ -17,7 +17,7 @@ NAME = "numpy memmap"
 NOTE = "flat file, offsets in a .npy; no checksum"
 
 
-def write(path: Path, records: Sequence[Record]) -> None:
+def write(path: Path, records: Sequence[Record], purpose: Purpose) -> None:  # noqa: ARG001 - one layout serves all
     offsets = [0]
     with (path / "data.bin").open("wb", buffering=0) as file:
         for record in records:
@@ -34,7 +34,7 @@ class _Memmap(ReaderBase):
         super().__init__(corpus)
         self._data = np.memmap(path / "data.bin", dtype=np.uint8, mode="r")
         self._plain = self._data.view(np.ndarray)
-        self._address = int(self._data.ctypes.data)
+        self._view = memoryview(self._plain)
         self._offsets = np.load(path / "offsets.npy").tolist()
 
     def views(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -46,21 +46,22 @@ class _Memmap(ReaderBase):
         return k, v
 
     def copy_record(self, index: int, destination: Destination) -> int:
-        start = self._offsets[index]
-        nbytes = self._offsets[index + 1] - start
-        memmove(destination.address, self._address + start, nbytes)
+        start, end = self._offsets[index], self._offsets[index + 1]
+        nbytes = end - start
+        destination.view[:nbytes] = self._view[start:end]
         return nbytes
 
     def copy_layer(self, index: int, layer: int, destination: Destination) -> int:
-        start = self._offsets[index]
-        nbytes = (self._offsets[index + 1] - start) // 2 // self.num_layers
-        memmove(destination.address, self._address + start + layer * nbytes, nbytes)
+        start, end = self._offsets[index], self._offsets[index + 1]
+        nbytes = (end - start) // 2 // self.num_layers
+        start += layer * nbytes
+        destination.view[:nbytes] = self._view[start : start + nbytes]
         return nbytes
 
     def close(self) -> None:
-        del self._plain
+        del self._plain, self._view
         self._data._mmap.close()  # noqa: SLF001 - numpy offers no other way to unmap
 
 
-def open_reader(path: Path, corpus: Corpus) -> _Memmap:
+def open_reader(path: Path, corpus: Corpus, purpose: Purpose) -> _Memmap:  # noqa: ARG001 - as write
     return _Memmap(path, corpus)

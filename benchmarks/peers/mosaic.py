@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.peers import Destination, ReaderBase, sync_tree
+from benchmarks.peers import Destination, Purpose, ReaderBase, sync_tree
 
 if TYPE_CHECKING:
     from benchmarks.shapes import Corpus, Record
 
 NAME = "MosaicML streaming"
-NOTE = "MDS bytes, no hash; opens the shard and copies twice on every read, by design"
-# MDS offsets are 32 bits wide.
-_SHARD_NBYTES = 1 << 30
+NOTE = "MDS bytes, no hash; every read opens the shard and copies twice; layers: a sample each"
+_SHARD_NBYTES = 1 << 26
 
 
 def _placeholder(name: str, **members: object) -> None:
@@ -52,11 +51,14 @@ _torchvision()
 from streaming import LocalDataset, MDSWriter  # noqa: E402 - after torchvision was looked at
 
 
-def write(path: Path, records: Sequence[Record]) -> None:
-    # A column is cut out of its sample by another copy, so K and V share one.
+def write(path: Path, records: Sequence[Record], purpose: Purpose) -> None:
+    # Small shards reuse the memory they are assembled in; when reading, their size does not matter.
     with MDSWriter(out=str(path / "mds"), columns={"kv": "bytes"}, size_limit=_SHARD_NBYTES) as writer:
         for record in records:
-            writer.write({"kv": record.payload.tobytes()})
+            # A column is cut out of its sample by another copy, so K and V share one.
+            parts = 2 * record.shape.num_layers if purpose == "slab" else 1
+            for part in np.split(record.payload, parts):
+                writer.write({"kv": part.tobytes()})
     sync_tree(path)
 
 
@@ -76,11 +78,12 @@ class _Mosaic(ReaderBase):
         return nbytes
 
     def copy_layer(self, index: int, layer: int, destination: Destination) -> int:
-        value = self._dataset[index]["kv"]
-        nbytes = len(value) // 2 // self.num_layers
-        destination.view[:nbytes] = memoryview(value)[layer * nbytes : (layer + 1) * nbytes]
+        # For this purpose a sample is one layer of one component.
+        value = self._dataset[index * 2 * self.num_layers + layer]["kv"]
+        nbytes = len(value)
+        destination.view[:nbytes] = value
         return nbytes
 
 
-def open_reader(path: Path, corpus: Corpus) -> _Mosaic:
+def open_reader(path: Path, corpus: Corpus, purpose: Purpose) -> _Mosaic:  # noqa: ARG001 - as many samples as were written
     return _Mosaic(path, corpus)

@@ -1,4 +1,4 @@
-"""safetensors: a file for every record. Opened at first touch and kept open, which a large dataset could not afford."""
+"""safetensors: a file for every record, opened at first touch and kept open, which a large dataset cannot afford."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.peers import Destination, ReaderBase, memmove, sync_tree
+from benchmarks.peers import Destination, Purpose, ReaderBase, memmove, sync_tree
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ def _file(path: Path, index: int) -> Path:
     return path / f"{index // 1000:03d}" / f"{index:06d}.safetensors"
 
 
-def write(path: Path, records: Sequence[Record]) -> None:
+def write(path: Path, records: Sequence[Record], purpose: Purpose) -> None:  # noqa: ARG001 - one layout serves all
     for index, record in enumerate(records):
         file = _file(path, index)
         file.parent.mkdir(exist_ok=True)
@@ -65,5 +65,5 @@ class _Files(ReaderBase):
         self._open.clear()
 
 
-def open_reader(path: Path, corpus: Corpus) -> _Files:
+def open_reader(path: Path, corpus: Corpus, purpose: Purpose) -> _Files:  # noqa: ARG001 - as write
     return _Files(path, corpus)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.peers import Destination, ReaderBase, memmove, sync_tree
+from benchmarks.peers import Destination, Purpose, ReaderBase, memmove, sync_tree
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def _groups(sizes: Sequence[int]) -> list[range]:
     return [*groups, range(first, len(sizes))]
 
 
-def write(path: Path, records: Sequence[Record]) -> None:
+def write(path: Path, records: Sequence[Record], purpose: Purpose) -> None:  # noqa: ARG001 - one layout serves all
     for number, group in enumerate(_groups([record.payload.nbytes for record in records])):
         tensors: dict[str, torch.Tensor] = {}
         for index in group:
@@ -71,5 +71,5 @@ class _Shards(ReaderBase):
         self._where.clear()
 
 
-def open_reader(path: Path, corpus: Corpus) -> _Shards:
+def open_reader(path: Path, corpus: Corpus, purpose: Purpose) -> _Shards:  # noqa: ARG001 - as write
     return _Shards(path, corpus)

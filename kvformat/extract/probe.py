@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.extract.capture import CaptureCache, cache_argument, run_decoder
+from kvformat.extract.watch import ProductWatch, is_latent
 
 __all__ = ["LayerForm", "Probe", "probe", "reachable_state"]
 
-_IDS = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 5]]  # two inputs that differ in their last token only
+_IDS = [[0, 1, 2, 3, 4], [5, 4, 3, 2, 1]]
 _BATCH, _TOKENS = len(_IDS), len(_IDS[0])
-_PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
-    {
-        nn.functional.scaled_dot_product_attention,
-        torch.baddbmm,
-        torch.bmm,
-        torch.einsum,
-        torch.matmul,
-        torch.Tensor.__matmul__,
-        torch.Tensor.baddbmm,
-        torch.Tensor.bmm,
-        torch.Tensor.matmul,
-    }
-)
 
 
 class LayerForm(NamedTuple):
@@ -79,7 +67,7 @@ def probe(
     """
     last = layers[-1]
     taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    product = _ProductWatch(latent) if watch else None
+    product = ProductWatch(latent) if watch else None
 
     def sink(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         taken[layer] = (key, value)
@@ -89,34 +77,40 @@ def probe(
     cache = CaptureCache(sink, stop=lambda layer: layer > last)
     argument = cache_argument(decoder)
     parameter = next(decoder.parameters())
-    ids = torch.tensor(_IDS, device=parameter.device)
     state = reachable_state(decoder) if watch else {}
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in state.items()}
     try:
-        with torch.set_grad_enabled(watch), product or _Nothing():
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(watch):
+            ids = torch.tensor(_IDS, device=parameter.device)
+            leaves = {name: tensor.detach().requires_grad_() for name, tensor in state.items()}
+        with (
+            torch.inference_mode(mode=False),
+            torch.set_grad_enabled(watch),
+            _embedding_output(decoder) as embedded,
+            product or nullcontext(),
+        ):
             run_decoder(_caller(decoder, leaves), cache, argument=argument, input_ids=ids)
     except KVFormatError:
         raise
     except Exception as error:
         raise make_error(
             "E302",
-            f"{type(decoder).__name__} does not run on a K/V cache alone ({type(error).__name__}: {error}); models that "
-            "keep other state between tokens are refused",
+            f"{type(decoder).__name__} does not run on a K/V cache alone ({type(error).__name__}: {error}); models "
+            "that keep other state between tokens are refused",
         ) from error
     missing = [layer for layer in layers if layer not in taken]
     if missing:
         raise make_error(
             "E303",
-            f"layers {missing} of {type(decoder).__name__} write no K/V of their own into the cache; leave them out of "
-            "the wanted layers",
+            f"layers {missing} of {type(decoder).__name__} write no K/V of their own into the cache; leave them out "
+            "of the wanted layers",
             layer=missing[0],
         )
     forms = {layer: _form(layer, *taken[layer], latent, product) for layer in layers}
-    if watch:
-        for layer in layers:
-            _check_causal(layer, *taken[layer])
-    wanted = [tensor for layer in layers for tensor in taken[layer]]
-    return Probe(forms=forms, reached=frozenset(_reached(wanted, leaves)) if watch else frozenset())
+    if not watch:
+        return Probe(forms=forms, reached=frozenset())
+    reached = frozenset(_reached([tensor for layer in layers for tensor in taken[layer]], leaves))
+    _check_causal(last, embedded[0] if embedded else None, *taken[last])
+    return Probe(forms=forms, reached=reached)
 
 
 def reachable_state(decoder: nn.Module) -> dict[str, torch.Tensor]:
@@ -141,83 +135,12 @@ def reachable_state(decoder: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-class _Nothing:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_error: object) -> None:
-        return None
-
-
-class _ProductWatch(TorchFunctionMode):
-    """Sees every matrix product, and notes whether K and V of the layer at hand enter one as they were cached."""
-
-    def __init__(self, latent: tuple[int, int] | None) -> None:
-        super().__init__()
-        self._latent = latent
-        self._layer = -1
-        self._open: dict[str, torch.Tensor] = {}
-        self._missing: dict[int, set[str]] = {}
-
-    def expect(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._layer = layer
-        if _is_latent(key, value, self._latent):
-            self._open = {"rope_key": value.detach()}
-        else:
-            self._open = {"key": key.detach(), "value": value.detach()}
-        self._missing[layer] = set(self._open)
-
-    def missing(self, layer: int) -> set[str]:
-        return self._missing[layer]
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self._open and func in _PRODUCTS:
-            operands = [t.detach() for t in _tensors((*args, *(kwargs or {}).values())) if t.ndim >= 3]
-            for name, wanted in list(self._open.items()):
-                if any(_holds(operand, wanted, tail=name == "rope_key") for operand in operands):
-                    self._missing[self._layer].discard(name)
-                    del self._open[name]
-        return func(*args, **(kwargs or {}))
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-def _holds(operand: torch.Tensor, wanted: torch.Tensor, *, tail: bool) -> bool:
-    """Whether an operand holds cached values: whole or transposed, heads repeated or merged into the batch.
-
-    With ``tail``, only the last columns of the operand are compared: a shared rotary key stands there.
-    """
-    batch, heads, tokens, width = wanted.shape
-    for candidate in (operand, operand.transpose(-1, -2)):
-        if candidate.shape[-2] != tokens or candidate.shape[-1] < width:
-            continue
-        part = candidate[..., candidate.shape[-1] - width :] if tail else candidate
-        if part.shape[-1] != width or part.numel() % wanted.numel():
-            continue
-        split = part.reshape(batch, -1, tokens, width)
-        if torch.equal(split, wanted.repeat_interleave(split.shape[1] // heads, dim=1).to(split.dtype)):
-            return True
-    return False
-
-
-def _is_latent(key: torch.Tensor, value: torch.Tensor, latent: tuple[int, int] | None) -> bool:
-    return key.shape[1] == value.shape[1] == 1 and (key.shape[-1], value.shape[-1]) == latent
-
-
 def _form(
     layer: int,
     key: torch.Tensor,
     value: torch.Tensor,
     latent: tuple[int, int] | None,
-    product: _ProductWatch | None,
+    product: ProductWatch | None,
 ) -> LayerForm:
     for name, tensor in (("K", key), ("V", value)):
         if tensor.ndim != 4 or tensor.shape[0] != _BATCH or tensor.shape[2] != _TOKENS:
@@ -236,20 +159,43 @@ def _form(
     return LayerForm(
         key=(int(key.shape[1]), int(key.shape[3])),
         value=(int(value.shape[1]), int(value.shape[3])),
-        latent=_is_latent(key, value, latent),
+        latent=is_latent(key, value, latent),
     )
 
 
-def _check_causal(layer: int, *tensors: torch.Tensor) -> None:
-    """The rows before the last token, equal in both inputs, must not depend on it (rounding apart)."""
-    for tensor in tensors:
-        one, other = tensor.detach()[:, :, : _TOKENS - 1].float()
-        scale = float(one.abs().max())
-        tolerance = 4 * torch.finfo(tensor.dtype).eps * max(scale, 1e-6)
-        if float((one - other).abs().max()) > tolerance * max(1, layer):
-            raise make_error(
-                "E302", "early tokens see later ones: the model is not causal, and documents here are", layer=layer
-            )
+def _check_causal(layer: int, embedded: torch.Tensor | None, *tensors: torch.Tensor) -> None:
+    """Early rows must not depend on a later token, nor one document of the batch on another: exactly, by gradient."""
+    if embedded is None:
+        raise make_error("E302", "the model has no input embedding its tokens go through")
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        early = torch.stack([tensor[0, :, : _TOKENS - 1].float().square().sum() for tensor in tensors]).sum()
+        (gradient,) = torch.autograd.grad(early, embedded)
+    if bool(gradient[0, _TOKENS - 1].any()):
+        raise make_error(
+            "E302", "early tokens see later ones: the model is not causal, and documents here are", layer=layer
+        )
+    if bool(gradient[1].any()):
+        raise make_error("E302", "documents of one batch see each other in this model", layer=layer)
+
+
+@contextmanager
+def _embedding_output(decoder: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Collects what the input embedding puts out while the block runs."""
+    seen: list[torch.Tensor] = []
+    find = getattr(decoder, "get_input_embeddings", None)
+    embedding = find() if callable(find) else None
+    if not isinstance(embedding, nn.Module):
+        yield seen
+        return
+
+    def keep(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        seen.append(output)
+
+    handle = embedding.register_forward_hook(keep)
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 def _caller(decoder: nn.Module, leaves: Mapping[str, torch.Tensor]) -> Callable[..., Any]:

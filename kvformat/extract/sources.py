@@ -98,7 +98,8 @@ def _parse(raw: bytes, path: object, line: int) -> Source:
     given = [kind for kind in _KINDS if kind in value]
     unknown = sorted(value.keys() - {"id", *_KINDS})
     if unknown:
-        refuse(path, line, f"unknown member {', '.join(map(repr, unknown))}; expected `id` and one of {', '.join(_KINDS)}")
+        names = ", ".join(map(repr, unknown))
+        refuse(path, line, f"unknown member {names}; expected `id` and one of {', '.join(_KINDS)}")
     if len(given) != 1:
         refuse(path, line, f"expected exactly one of {', '.join(_KINDS)}, found {', '.join(given) or 'none'}")
     reason = (

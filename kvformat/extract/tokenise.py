@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CANARY", "Tokeniser", "tokenizer_digest"]
 
-CANARY = (
-    "  The keys' 3 values: naïve café — 北京, Ω≈1.602e-19, 🙂\n\tdef f(x): return x**2  # <|end|> [INST] </s>"
-)
-"""Text whose ids tell tokenizers apart: leading spaces, digits, scripts, emoji, code, look-alikes of special tokens."""
+CANARY = "  The keys' 3 values: naïve café — 北京, Ω≈1.602e-19, 🙂\n\tdef f(x): return x**2  # <|end|> [INST] </s>"
+"""Text whose ids tell tokenizers apart: leading spaces, digits, scripts, emoji, code, near-special tokens."""
 
 
 class Tokeniser:
@@ -60,6 +58,7 @@ class Tokeniser:
         if truncate is not None and max_tokens is not None and truncate > max_tokens:
             raise make_error("E081", f"truncate is {truncate}, but the model has {max_tokens} positions")
         self._tokenizer = tokenizer
+        self._missing = ""
         self._special_tokens = special_tokens
         self._add_generation_prompt = add_generation_prompt
         self._truncate = truncate
@@ -88,12 +87,14 @@ class Tokeniser:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise make_error("E205", "tokenising needs transformers: pip install 'kvformat[extract]'") from error
+            raise make_error("E205", "tokenising needs transformers: pip install 'kvformat[hf]'") from error
+        missing = ""
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(model), revision=revision or "main")
-        except Exception:  # transformers raises whatever the missing or odd file led to
-            tokenizer = None
-        return cls(
+        except Exception as error:  # noqa: BLE001 - transformers raises whatever the missing or odd file led to
+            # Documents of token ids need none; text is refused with the reason when it comes.
+            tokenizer, missing = None, f": {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        made = cls(
             tokenizer,
             special_tokens=special_tokens,
             add_generation_prompt=add_generation_prompt,
@@ -101,6 +102,8 @@ class Tokeniser:
             max_tokens=max_tokens,
             vocab_size=vocab_size,
         )
+        made._missing = missing
+        return made
 
     def document(self, source: Source, *, path: object = None) -> Document:
         """Document of a source.
@@ -171,8 +174,8 @@ class Tokeniser:
         if self._special_tokens and bos is not None and ids[:2] == [bos, bos]:
             raise make_error(
                 "E305",
-                f"line {source.line}: the text begins with {tokenizer.bos_token!r} and the tokenizer adds another; take "
-                "it out of the text or turn special tokens off (--no-special-tokens)",
+                f"line {source.line}: the text begins with {tokenizer.bos_token!r} and the tokenizer adds another; "
+                "take it out of the text or turn special tokens off (--no-special-tokens)",
                 path=path,
                 record=source.id,
             )
@@ -201,7 +204,8 @@ class Tokeniser:
             where = "" if source is None else f"line {source.line}: "
             raise make_error(
                 "E305",
-                f"{where}text needs a tokenizer, and the model has none that loads; give documents as `token_ids`",
+                f"{where}text needs a tokenizer, and the model has none that loads; give documents as `token_ids`"
+                f"{self._missing}",
                 path=path,
                 record=None if source is None else source.id,
             )
@@ -215,8 +219,8 @@ class Tokeniser:
         except ValueError as error:
             raise make_error(
                 "E305",
-                f"{where}messages need a chat template, and the tokenizer has none that stands by itself; give `text` or "
-                f"`token_ids` ({error})",
+                f"{where}messages need a chat template, and the tokenizer has none that stands by itself; give "
+                f"`text` or `token_ids` ({error})",
                 path=path,
                 record=record,
             ) from error

@@ -10,14 +10,14 @@ from msgspec import Meta, Struct
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.spec import canonical, limits
-from kvformat.spec.context import TensorDigest
+from kvformat.spec.context import Context, TensorDigest
 from kvformat.spec.manifest import CoveredFile
 from kvformat.storage.local_read import LocalReader
 
 __all__ = ["InverseFrequencies", "TensorList", "check_covered", "read_covered"]
 
 Real = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
-LayerIndex = Annotated[int, Meta(ge=0, le=limits.MAX_LAYER)]
+Integer = Annotated[int, Meta(ge=0, le=limits.MAX_INTEGER)]
 _BLOCK = 1 << 20
 
 
@@ -30,7 +30,7 @@ class TensorList(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class FrequencyGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Inverse frequencies of some layers."""
 
-    layers: tuple[LayerIndex, ...]
+    layers: tuple[Integer, ...]
     values: tuple[Real, ...]
 
 
@@ -45,12 +45,14 @@ def read_covered(reader: LocalReader, file: CoveredFile) -> bytes:
     name = f"files/{file.sha256}"
     data = reader.read(name, nbytes=file.size)
     if hashlib.sha256(data).hexdigest() != file.sha256:
-        raise make_error("E006", f"the SHA-256 of covered file {file.name!r} differs: restore it", path=reader.path(name))
+        raise make_error(
+            "E006", f"the SHA-256 of covered file {file.name!r} differs: restore it", path=reader.path(name)
+        )
     return data
 
 
-def check_covered(reader: LocalReader, file: CoveredFile) -> Iterator[KVFormatError]:
-    """Digest of a covered file, and E044 of its content."""
+def check_covered(reader: LocalReader, file: CoveredFile, context: Context) -> Iterator[KVFormatError]:
+    """Digest of a covered file, and E044 of its content in a dataset of this context."""
     path = reader.path(f"files/{file.sha256}")
     if file.name not in ("weights", "inv_freq"):
         yield from _check_digest(reader, file, path)
@@ -58,9 +60,13 @@ def check_covered(reader: LocalReader, file: CoveredFile) -> Iterator[KVFormatEr
     data = read_covered(reader, file)
     try:
         if file.name == "weights":
-            names = [t.name.encode() for t in canonical.convert(canonical.decode(data), TensorList).tensors]
+            tensors = canonical.convert(canonical.decode(data), TensorList).tensors
+            names = [tensor.name.encode() for tensor in tensors]
             if any(a >= b for a, b in zip(names, names[1:], strict=False)):
                 yield make_error("E044", "tensors must be in strictly ascending order of their names", path=path)
+            model = context.model
+            if model is not None and any(tensor.dtype != model.compute_dtype for tensor in tensors):
+                yield make_error("E044", f"every dtype must be the compute dtype, {model.compute_dtype}", path=path)
         else:
             groups = canonical.convert(canonical.decode(data), InverseFrequencies).groups
             if any(not canonical.is_real(value) for group in groups for value in group.values):

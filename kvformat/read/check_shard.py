@@ -92,12 +92,14 @@ def _document_fault(dataset: Dataset, record: Record, path: str) -> KVFormatErro
         positions = None
         if "position_ids" in extras:
             positions = np.frombuffer(extras["position_ids"], dtype="<i4").reshape(-1, record.num_tokens)
-        media = unpack_media(np.frombuffer(extras["media"], dtype=np.uint8).reshape(-1, 49)) if "media" in extras else ()
-        document = Document.of(
-            ids, position_ids=positions, mask=MASKS[mask], prefix_length=length, media=media
+        media = (
+            unpack_media(np.frombuffer(extras["media"], dtype=np.uint8).reshape(-1, 49)) if "media" in extras else ()
         )
+        document = Document.of(ids, position_ids=positions, mask=MASKS[mask], prefix_length=length, media=media)
     except KVFormatError as error:
-        return make_error("E075", f"the stored inputs make no document: {error.message}", path=path, record=record.index)
+        return make_error(
+            "E075", f"the stored inputs make no document: {error.message}", path=path, record=record.index
+        )
     if document.digest != record.document:
         return make_error(
             "E075",

@@ -45,7 +45,14 @@ class Dataset:
     """
 
     def __init__(
-        self, reader: LocalReader, *, location: str, id: str, manifest: Manifest, layout: Layout, options: dict[str, Any]
+        self,
+        reader: LocalReader,
+        *,
+        location: str,
+        id: str,
+        manifest: Manifest,
+        layout: Layout,
+        options: dict[str, Any],
     ) -> None:
         self.location = location
         self.id = id

@@ -80,7 +80,9 @@ class _Table:
         file = self._reader.open(name, nbytes=part.size)
         data = file.read(0, part.size)
         if self._verify and hashlib.sha256(data).hexdigest() != part.sha256:
-            raise make_error("E006", "the index part's SHA-256 is not the manifest's: restore the file", path=file.path)
+            raise make_error(
+                "E006", "the index part's SHA-256 is not the manifest's: restore the file", path=file.path
+            )
         columns = Columns(
             data,
             self._table,

@@ -123,7 +123,8 @@ class Record:
         placed = self._placement.tensors.get(name)
         if placed is None or not 0 <= placed.bit < self._dataset.num_components:
             raise make_error(
-                "E082", f"no component {name!r}; the schema has {', '.join(c.name for c in self._dataset.schema.components)}"
+                "E082",
+                f"no component {name!r}; the schema has {', '.join(c.name for c in self._dataset.schema.components)}",
             )
         return self._tensor(placed, copy, out)
 
@@ -139,12 +140,12 @@ class Record:
         """
         placed = self._placement.tensors.get(name)
         if placed is None or placed.bit < self._dataset.num_components:
-            raise make_error("E082", f"no extra {name!r}; the schema has {', '.join(e.name for e in self._dataset.schema.extras)}")
+            raise make_error(
+                "E082", f"no extra {name!r}; the schema has {', '.join(e.name for e in self._dataset.schema.extras)}"
+            )
         return self._tensor(placed, copy, None)
 
-    def slab(
-        self, role: str, *, layer: int, copy: bool = False, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def slab(self, role: str, *, layer: int, copy: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
         """One layer's tensor by role and model layer: for K and V ``[tokens, heads, head_dim]``.
 
         A layer that shares another's K/V gives the other's. Only the bytes of this slab and the small table of sums are
@@ -200,7 +201,9 @@ class Record:
         path = self._shard.file.path
         row = self._shard.row
         if not 1 <= dims[0] <= limits.MAX_TOKENS:
-            raise make_error("E053", f"{dims[0]} tokens: 1 to {limits.MAX_TOKENS} are allowed", path=path, record=self.index)
+            raise make_error(
+                "E053", f"{dims[0]} tokens: 1 to {limits.MAX_TOKENS} are allowed", path=path, record=self.index
+            )
         try:
             placement = self._dataset.layout.place(dims)
         except KVFormatError as error:

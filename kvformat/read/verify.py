@@ -134,12 +134,14 @@ class _Verification:
         expected = {ROOT, self._manifest_path()}
         for file in manifest.files:
             expected.add(f"files/{file.sha256}")
-            self._add(check_covered(self._reader, file))
+            self._add(check_covered(self._reader, file, manifest.context))
         sound = {}
         for table in tables.TABLES:
             parts = getattr(index, table)
             expected.update(part_path(part.sha256) for part in parts.parts)
-            sound[table] = all([self._attempt(lambda n=n, parts=parts: parts.part(n)) for n in range(len(parts.parts))])
+            sound[table] = all(
+                [self._attempt(lambda n=n, parts=parts: parts.part(n)) for n in range(len(parts.parts))]
+            )
         rows_sound = False
         if sound["shards"]:
             if self._add(check_index.check_shards(index, manifest)) and sound["rows"]:
@@ -258,5 +260,3 @@ def _until_raised(errors: Iterable[KVFormatError]) -> Iterator[KVFormatError]:
         yield from errors
     except KVFormatError as error:
         yield error
-
-

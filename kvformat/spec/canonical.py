@@ -34,6 +34,7 @@ def encode(value: object) -> bytes:
     FormatError
         E015 for a value outside the subset, E010 for deeper nesting than allowed.
     """
+    _check_types(value, 0)
     built = plain(value)
     _check_subset(built, 0)
     text = json.dumps(built, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -58,7 +59,7 @@ def loose(data: bytes, *, path: str | None = None) -> dict[str, JSON]:
     """
     _check_depth(data, path)
     try:
-        value = json.loads(data.decode("utf-8"))
+        value = json.loads(data.decode("utf-8"), parse_int=_integer, parse_constant=_not_json)
     except (ValueError, RecursionError) as error:
         raise make_error("E011", f"not well-formed JSON: {error}; restore the file", path=path) from None
     if not isinstance(value, dict):
@@ -76,7 +77,7 @@ def decode(data: bytes, *, path: str | None = None) -> dict[str, JSON]:
     """
     loose(data, path=path)
     try:
-        value: dict[str, JSON] = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        value: dict[str, JSON] = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_int=_integer)
     except _DuplicateError as error:
         raise make_error("E014", f"member {error.args[0]!r} stands twice", path=path) from None
     try:
@@ -99,9 +100,9 @@ def convert(value: JSON, kind: type[T], *, path: str | None = None) -> T:
     try:
         return msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
-        text = str(error)
-        code = "E016" if "unknown field" in text else "E017" if "missing required field" in text else "E018"
-        raise make_error(code, text, path=path) from None
+        # msgspec stops at the first fault it meets; by precedence, unknown and missing members anywhere come first.
+        found = min(_member_faults(value, msgspec.inspect.type_info(kind), "$"), default=("E018", str(error)))
+        raise make_error(*found, path=path) from None
 
 
 def encode_real(value: float) -> str:
@@ -137,6 +138,33 @@ def flatten(value: JSON, prefix: str = "") -> Iterator[tuple[str, JSON]]:
         yield prefix, value
 
 
+def _member_faults(value: JSON, kind: msgspec.inspect.Type, where: str) -> Iterator[tuple[str, str]]:
+    """Objects with unknown (E016) or missing (E017) members, as far as the value has the form of the type."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        kind = next((one for one in kind.types if isinstance(one, msgspec.inspect.StructType)), kind)
+    if isinstance(kind, msgspec.inspect.StructType) and isinstance(value, dict):
+        fields = {field.encode_name: field for field in kind.fields}
+        for name in sorted(value.keys() - fields.keys()):
+            yield "E016", f"Object contains unknown field `{name}` - at `{where}`"
+        for name, field in fields.items():
+            if name in value:
+                yield from _member_faults(value[name], field.type, f"{where}.{name}")
+            elif field.required:
+                yield "E017", f"Object missing required field `{name}` - at `{where}`"
+    elif isinstance(kind, msgspec.inspect.VarTupleType) and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _member_faults(item, kind.item_type, f"{where}[{index}]")
+
+
+def _integer(literal: str) -> int:
+    """Python refuses to convert thousands of digits; whatever is so long is out of range."""
+    return int(literal) if len(literal) <= 20 else limits.MAX_INTEGER + 1
+
+
+def _not_json(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
 def _no_duplicates(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     found: dict[str, JSON] = {}
     for key, value in pairs:
@@ -153,6 +181,24 @@ def _check_depth(data: bytes, path: str | None) -> None:
         deepest = max(deepest, depth)
         if deepest > limits.MAX_JSON_DEPTH:
             raise make_error("E010", f"nested deeper than {limits.MAX_JSON_DEPTH}", path=path)
+
+
+def _check_types(value: object, depth: int) -> None:
+    """Refuse what :func:`plain` would turn into something else, such as bytes and sets, and what is nested too deep."""
+    if value is None or type(value) in (str, bool, int, float):
+        return
+    if isinstance(value, msgspec.Struct):
+        items = [getattr(value, field) for field in value.__struct_fields__]
+    elif isinstance(value, dict):
+        items = [*value, *value.values()]
+    elif isinstance(value, list | tuple):
+        items = list(value)
+    else:
+        raise make_error("E015", f"{type(value).__name__} has no canonical encoding")
+    if depth >= limits.MAX_JSON_DEPTH:
+        raise make_error("E010", f"nested deeper than {limits.MAX_JSON_DEPTH}")
+    for item in items:
+        _check_types(item, depth + 1)
 
 
 def _check_subset(value: JSON, depth: int) -> None:

@@ -18,8 +18,8 @@ __all__ = [
     "RopeGroup",
     "Scalars",
     "Sizes",
-    "Text",
     "TensorDigest",
+    "Text",
     "WeightsDigest",
     "Window",
     "differences",
@@ -32,7 +32,7 @@ Real = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Count = Annotated[int, Meta(ge=0, le=limits.MAX_INTEGER)]
 Positive = Annotated[int, Meta(ge=1, le=limits.MAX_INTEGER)]
 Label = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_.+-]{0,63}\Z")]
-Layers = tuple[Annotated[int, Meta(ge=0, le=limits.MAX_LAYER)], ...]
+Layers = tuple[Count, ...]
 ComputeDtype = Literal["BF16", "F16", "F32"]
 RopeKind = Literal["default", "linear", "llama3", "longrope", "yarn", "proportional"]
 QKNorm = Literal["none", "rms_head", "rms_full", "layer_head", "l2"]
@@ -70,7 +70,7 @@ class WeightsDigest(_Base, frozen=True, kw_only=True):
 class TensorDigest(_Base, frozen=True, kw_only=True):
     """One line of a ``weights`` covered file: a tensor as it is after the cast to the compute dtype."""
 
-    dtype: Label
+    dtype: ComputeDtype
     name: str
     sha256: Hex64
     shape: tuple[Count, ...]
@@ -235,8 +235,13 @@ def check(context: Context, *, path: str | None = None) -> None:
         seen: set[int] = set()
         for group in groups:
             layers = group.layers
-            if not layers or any(a >= b for a, b in zip(layers, layers[1:], strict=False)):
-                raise make_error("E042", f"{name}: layers must be non-empty and strictly ascending", path=path)
+            ascending = all(a < b for a, b in zip(layers, layers[1:], strict=False))
+            if not layers or not ascending or layers[-1] > limits.MAX_LAYER:
+                raise make_error(
+                    "E042",
+                    f"{name}: layers must be non-empty, strictly ascending, at most {limits.MAX_LAYER}",
+                    path=path,
+                )
             if seen.intersection(layers):
                 raise make_error("E042", f"{name}: a layer stands in two groups", path=path)
             seen.update(layers)

@@ -113,7 +113,8 @@ class Document(Struct, frozen=True, kw_only=True):
             raise make_error("E110", f"mask must be one of {', '.join(MASKS)}, found {mask!r}")
         if (mask == "prefix") != (prefix_length != 0) or not 0 <= prefix_length < num_tokens:
             raise make_error(
-                "E110", f"prefix_length must be 1 to {num_tokens - 1} with mask 'prefix', else 0; found {prefix_length}"
+                "E110",
+                f"prefix_length must be 1 to {num_tokens - 1} with mask 'prefix', else 0; found {prefix_length}",
             )
         return cls(
             token_ids=np.ascontiguousarray(ids, dtype="<i4"),
@@ -132,7 +133,9 @@ class Document(Struct, frozen=True, kw_only=True):
         """The document bytes, whose SHA-256 is the digest."""
         rows = b"" if self.position_ids is None else self.position_ids.astype("<i4").tobytes()
         kind = 0 if self.position_ids is None else len(self.position_ids)
-        mask = bytes([MASKS.index(self.mask)]) + (struct.pack("<Q", self.prefix_length) if self.mask == "prefix" else b"")
+        mask = bytes([MASKS.index(self.mask)]) + (
+            struct.pack("<Q", self.prefix_length) if self.mask == "prefix" else b""
+        )
         return b"".join(
             (
                 _MAGIC,

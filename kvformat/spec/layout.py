@@ -200,7 +200,9 @@ class Layout:
             offset += nbytes
         placement = Placement(dims, tensors)
         if placement.nbytes > limits.MAX_FILE_NBYTES:
-            raise make_error("E111", f"a record of dims {dims} has {placement.nbytes} bytes, at most 2^48-1 are allowed")
+            raise make_error(
+                "E111", f"a record of dims {dims} has {placement.nbytes} bytes, at most 2^48-1 are allowed"
+            )
         return placement
 
 

@@ -77,16 +77,16 @@ class Part(_Base, frozen=True, kw_only=True):
 
     count: Integer
     sha256: Hex64
-    size: FileSize
+    size: Integer
 
 
 class NamesPart(_Base, frozen=True, kw_only=True):
     """One part of the ``names`` table; ``nbytes`` is the length of its names together."""
 
     count: Integer
-    nbytes: FileSize
+    nbytes: Integer
     sha256: Hex64
-    size: FileSize
+    size: Integer
 
 
 class LookupPart(_Base, frozen=True, kw_only=True):
@@ -95,7 +95,7 @@ class LookupPart(_Base, frozen=True, kw_only=True):
     count: Integer
     first_key: Hex16
     sha256: Hex64
-    size: FileSize
+    size: Integer
 
 
 AnyPart = Part | NamesPart | LookupPart
@@ -166,12 +166,12 @@ def parse_root(data: bytes, *, path: str | None = None) -> Root:
         E004, E010 to E018.
     """
     if len(data) > limits.MAX_ROOT_NBYTES:
-        raise make_error("E004", f"the root has {len(data)} bytes, at most {limits.MAX_ROOT_NBYTES} are allowed", path=path)
+        raise make_error(
+            "E004", f"the root has {len(data)} bytes, at most {limits.MAX_ROOT_NBYTES} are allowed", path=path
+        )
     _refuse_newer(canonical.loose(data, path=path), path)
     root = canonical.convert(canonical.decode(data, path=path), Root, path=path)
-    requires = root.requires
-    if requires is not None and (not requires or list(requires) != sorted(set(requires))):
-        raise make_error("E018", "`requires` must be non-empty and strictly ascending - at `$.requires`", path=path)
+    _check_requires(root.requires, path)
     if root.manifest.size > limits.MAX_MANIFEST_NBYTES:
         raise make_error(
             "E004",
@@ -190,6 +190,7 @@ def parse_manifest(data: bytes, root: Root, *, path: str | None = None) -> tuple
         E010 to E059: everything that is detected at opening.
     """
     manifest = canonical.convert(canonical.decode(data, path=path), Manifest, path=path)
+    _check_requires(manifest.requires, path)
     for member in ("format", "version", "requires"):
         if getattr(manifest, member) != getattr(root, member):
             raise make_error(
@@ -204,7 +205,9 @@ def parse_manifest(data: bytes, root: Root, *, path: str | None = None) -> tuple
     if demanded > limits.MAX_HEADER_NBYTES:
         raise make_error("E033", f"shard headers would have {demanded} bytes, too many", path=path)
     if manifest.header_size != demanded:
-        raise make_error("E041", f"header_size is {manifest.header_size}, schema and slots demand {demanded}", path=path)
+        raise make_error(
+            "E041", f"header_size is {manifest.header_size}, schema and slots demand {demanded}", path=path
+        )
     check_context(manifest.context, path=path)
     _check_files(manifest, path)
     _check_skipped(manifest, path)
@@ -218,13 +221,20 @@ def _refuse_newer(value: dict[str, Any], path: str | None) -> None:
         match = _MAJOR_MINOR.fullmatch(version)
         if match and int(match[1].lstrip("0")[:9] or "0") > limits.MAJOR:
             raise make_error(
-                "E012", f"written by version {version}, this reader knows {limits.VERSION}: upgrade kvformat", path=path
+                "E012",
+                f"written by version {version}, this reader knows {limits.VERSION}: upgrade kvformat",
+                path=path,
             )
     requires = value.get("requires")
     if isinstance(requires, list):
         unknown = sorted(name for name in requires if isinstance(name, str) and name not in limits.FEATURES)
         if unknown:
             raise make_error("E013", f"needs {', '.join(unknown)}, unknown here: upgrade kvformat", path=path)
+
+
+def _check_requires(requires: tuple[str, ...] | None, path: str | None) -> None:
+    if requires is not None and (not requires or list(requires) != sorted(set(requires))):
+        raise make_error("E018", "`requires` must be non-empty and strictly ascending - at `$.requires`", path=path)
 
 
 def _check_totals(manifest: Manifest, path: str | None) -> None:
@@ -252,7 +262,9 @@ def _check_files(manifest: Manifest, path: str | None) -> None:
     if model is not None:
         weights = manifest.file("weights")
         if weights is None or weights.sha256 != model.weights.sha256:
-            raise make_error("E043", "the tensor list that `context.model.weights` refers to is no covered file", path=path)
+            raise make_error(
+                "E043", "the tensor list that `context.model.weights` refers to is no covered file", path=path
+            )
 
 
 def _check_skipped(manifest: Manifest, path: str | None) -> None:
@@ -269,13 +281,15 @@ def _check_parts(manifest: Manifest, path: str | None) -> None:
         for number, part in enumerate(manifest.parts(table)):
             what = f"part {number} of table {table!r}"
             if not 1 <= part.count <= limits.MAX_PART_ROWS:
-                raise make_error("E050", f"{what} has {part.count} rows, 1 to {limits.MAX_PART_ROWS} are allowed", path=path)
-            form = tables.form(table, part.count, len(manifest.schema.dims), getattr(part, "nbytes", 0), manifest.version)
+                raise make_error(
+                    "E050", f"{what} has {part.count} rows, 1 to {limits.MAX_PART_ROWS} are allowed", path=path
+                )
+            form = tables.form(
+                table, part.count, len(manifest.schema.dims), getattr(part, "nbytes", 0), manifest.version
+            )
             if part.size != form.nbytes:
                 raise make_error("E050", f"{what} has {part.size} bytes, its counts demand {form.nbytes}", path=path)
     for table in ("document_keys", "name_keys"):
         keys = [part.first_key for part in getattr(manifest.index, table)]
         if keys != sorted(keys):
             raise make_error("E059", f"the parts of {table!r} are not in ascending order of `first_key`", path=path)
-
-

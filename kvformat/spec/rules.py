@@ -37,7 +37,19 @@ def check_schema(schema: Schema, *, requires: Collection[str] = (), path: str | 
         E030 to E040, naming the member.
     """
     del requires  # no feature of version 1.0 changes a rule
-    for rule in (_names, _dtypes, _dims, _sizes, _layers, _overlap, _stages, _codecs, _quant, _shared, _reserved_extras):
+    for rule in (
+        _names,
+        _dtypes,
+        _dims,
+        _sizes,
+        _layers,
+        _overlap,
+        _stages,
+        _codecs,
+        _quant,
+        _shared,
+        _reserved_extras,
+    ):
         for code, message in rule(schema):
             raise make_error(code, f"schema: {message}", path=path)
 
@@ -70,7 +82,10 @@ def _names(schema: Schema) -> Faults:
 def _dtypes(schema: Schema) -> Faults:
     for component in schema.components:
         if component.dtype not in COMPONENT_DTYPES:
-            yield "E031", f"component {component.name!r}: dtype {component.dtype!r} is none of {_list(COMPONENT_DTYPES)}"
+            yield (
+                "E031",
+                f"component {component.name!r}: dtype {component.dtype!r} is none of {_list(COMPONENT_DTYPES)}",
+            )
     for extra in schema.extras:
         if extra.dtype not in ITEM_SIZES:
             yield "E031", f"extra {extra.name!r}: dtype {extra.dtype!r} is none of {_list(ITEM_SIZES)}"
@@ -111,7 +126,10 @@ def _layers(schema: Schema) -> Faults:
         layers = component.layers
         ascending = all(a < b for a, b in zip(layers, layers[1:], strict=False))
         if not layers or not ascending or layers[-1] > limits.MAX_LAYER:
-            yield "E034", f"component {component.name!r}: layers must be non-empty, ascending, at most {limits.MAX_LAYER}"
+            yield (
+                "E034",
+                f"component {component.name!r}: layers must be non-empty, ascending, at most {limits.MAX_LAYER}",
+            )
 
 
 def _overlap(schema: Schema) -> Faults:
@@ -176,7 +194,10 @@ def _shared(schema: Schema) -> Faults:
         yield "E039", "shared: layers must ascend"
     for shared in schema.shared:
         if shared.layer in stored or shared.source not in stored or shared.layer > limits.MAX_LAYER:
-            yield "E039", f"shared: layer {shared.layer} must have no K/V of its own, and source {shared.source} must have"
+            yield (
+                "E039",
+                f"shared: layer {shared.layer} must have no K/V of its own, and source {shared.source} must have",
+            )
 
 
 def _reserved_extras(schema: Schema) -> Faults:

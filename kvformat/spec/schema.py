@@ -93,7 +93,7 @@ class Component(_Base, frozen=True, kw_only=True):
     name: str
     role: Role
     layers: tuple[Layer, ...]
-    axes: tuple[Axis, ...]
+    axes: Annotated[tuple[Axis, ...], Meta(min_length=1, max_length=7)]
     dtype: str
     codec: str
     stage: Stage | None = None
@@ -111,7 +111,7 @@ class Extra(_Base, frozen=True, kw_only=True):
     """A tensor stored with each record that belongs to no layer."""
 
     name: str
-    axes: tuple[Axis, ...]
+    axes: Annotated[tuple[Axis, ...], Meta(min_length=1, max_length=8)]
     dtype: str
 
 
@@ -127,7 +127,7 @@ class Schema(_Base, frozen=True, kw_only=True):
     """
 
     dims: tuple[str, ...]
-    components: tuple[Component, ...]
+    components: Annotated[tuple[Component, ...], Meta(min_length=1)]
     extras: tuple[Extra, ...]
     shared: tuple[Shared, ...]
 

@@ -28,10 +28,14 @@ def translate(error: OSError, path: str | os.PathLike[str], *, needed_nbytes: in
         return make_error("E002", "the file is missing: restore it from a copy of the dataset", path=path)
     if error.errno == errno.ELOOP:
         return make_error("E003", "a symbolic link stands here: replace it by the file itself", path=path)
+    if error.errno == errno.ENXIO:
+        return make_error("E003", "a socket or a device stands here: replace it by the file itself", path=path)
     if error.errno in _DENIED:
         return make_error("E207", f"{text}: check owner and mode", path=path)
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-        return make_error("E204", f"{text}: lower `max_open_files`, or raise `ulimit -n` or vm.max_map_count", path=path)
+        return make_error(
+            "E204", f"{text}: lower `max_open_files`, or raise `ulimit -n` or vm.max_map_count", path=path
+        )
     return make_error("E203", f"{text}: check the storage and try again", path=path)
 
 

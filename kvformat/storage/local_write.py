@@ -76,7 +76,9 @@ class LocalFiles:
         try:
             os.fsync(fd)
         except OSError as error:
-            raise make_error("E202", f"fsync failed ({error.strerror}): the data may be lost, write again", path=path) from error
+            raise make_error(
+                "E202", f"fsync failed ({error.strerror}): the data may be lost, write again", path=path
+            ) from error
 
     def sync_dir(self, path: Path) -> None:
         """Make a directory's entries durable."""

@@ -78,10 +78,11 @@ def create(
     FormatError, UsageError
         E030 to E040 for a schema that breaks a rule, E081 for other arguments.
     """
-    if not 1 <= shard_nbytes <= limits.MAX_FILE_NBYTES:
-        raise make_error("E081", f"shard_nbytes must be 1 to 2^48-1, found {shard_nbytes}")
-    if not 1 <= shard_slots <= limits.MAX_SHARD_SLOTS:
-        raise make_error("E081", f"shard_slots must be 1 to {limits.MAX_SHARD_SLOTS}, found {shard_slots}")
+    if not _whole(shard_nbytes, limits.MAX_FILE_NBYTES):
+        raise make_error("E081", f"shard_nbytes must be an integer of 1 to 2^48-1, found {shard_nbytes}")
+    if not _whole(shard_slots, limits.MAX_SHARD_SLOTS):
+        message = f"shard_slots must be an integer of 1 to {limits.MAX_SHARD_SLOTS}, found {shard_slots}"
+        raise make_error("E081", message)
     if on_duplicate not in ("error", "keep_first"):
         raise make_error("E081", f"on_duplicate must be 'error' or 'keep_first', found {on_duplicate!r}")
     return Writer(
@@ -100,3 +101,7 @@ def create(
         allow_non_finite=allow_non_finite,
         files=filesystem or LocalFiles(),
     )
+
+
+def _whole(value: object, most: int) -> bool:
+    return isinstance(value, int) and 1 <= value <= most

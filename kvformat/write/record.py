@@ -86,11 +86,16 @@ class RecordEncoder:
     ) -> dict[str, Any]:
         self._refuse_lost_inputs(name, document)
         given = {**components, **extras}
-        owned = {extra.name: value for extra in self._schema.extras if (value := _owned(extra.name, document, self._axes)) is not None}
+        owned = {
+            extra.name: value
+            for extra in self._schema.extras
+            if (value := _owned(extra.name, document, self._axes)) is not None
+        }
         both = (components.keys() & extras.keys()) | (given.keys() & owned.keys())
         expected_components = {c.name for c in self._schema.components}
         missing = self._axes.keys() - given.keys() - owned.keys()
-        unexpected = (given.keys() - self._axes.keys()) | (components.keys() - expected_components) | both
+        misplaced = (components.keys() - expected_components) | (extras.keys() & expected_components)
+        unexpected = (given.keys() - self._axes.keys()) | misplaced | both
         if missing or unexpected:
             raise make_error(
                 "E103",
@@ -133,7 +138,9 @@ class RecordEncoder:
 
     def _check_values(self, name: str, tensor: str, dtype: str, part: memoryview, slab: int) -> None:
         if tensor in self._scales and not all_positive(part):
-            raise make_error("E105", f"{tensor!r}: a scale is not finite and positive", record=name, layer=self._layer(tensor, slab))
+            raise make_error(
+                "E105", f"{tensor!r}: a scale is not finite and positive", record=name, layer=self._layer(tensor, slab)
+            )
         if tensor not in self._allow and not all_finite(part, dtype):
             raise make_error(
                 "E104",

@@ -145,15 +145,11 @@ class Tables:
         begin = np.concatenate((np.zeros(1, np.uint64), end[:-1]))
         if (order[1:] > order[:-1]).all():
             return (record, position), end, bytes(raw)
-        names = b"".join(
-            raw[a:b] for a, b in zip(begin[order].tolist(), end[order].tolist(), strict=True)
-        )
+        names = b"".join(raw[a:b] for a, b in zip(begin[order].tolist(), end[order].tolist(), strict=True))
         return (record[order], position[order]), np.cumsum((end - begin)[order], dtype=np.uint64), names
 
     @staticmethod
-    def _names(
-        version: str, max_rows: int, order: tuple[U64, U64], ends: U64, names: bytes
-    ) -> Iterator[EncodedPart]:
+    def _names(version: str, max_rows: int, order: tuple[U64, U64], ends: U64, names: bytes) -> Iterator[EncodedPart]:
         record, position = order
         start = 0
         for a in range(0, len(ends), max_rows):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from kvformat.codec.shard import shard_path
 from kvformat.errors import make_error
-from kvformat.spec import canonical, limits
+from kvformat.spec import canonical
 from kvformat.spec.manifest import Index, LookupPart, Manifest, ManifestRef, NamesPart, Part, Root
+from kvformat.storage.faults import translated
 from kvformat.storage.lease import exclusive
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write.rows import EncodedPart
@@ -51,7 +52,7 @@ class Publication:
     def __init__(self, files: LocalFiles, root: Path) -> None:
         self._files = files
         self._root = root
-        self._created: list[Path] = []
+        self._placed: list[tuple[Path, Path]] = []
         self._folders: list[Path] = []
         self._touched: dict[Path, None] = {}
 
@@ -59,9 +60,10 @@ class Publication:
         """Give a staged file its final name; one that is there already must be equal."""
         path = self._root / target
         self._make_dirs(path.parent)
-        if self._files.link(source, path):
-            self._created.append(path)
-        elif not path.samefile(source) and hash_file(path, path) != hash_file(source, source):
+        # Noted before it is done: an interrupt may come in between.
+        self._placed.append((source, path))
+        made = self._files.link(source, path)
+        if not made and not path.samefile(source) and hash_file(path, path) != hash_file(source, source):
             raise make_error(
                 "E113", "a file with this name has other content: it is damaged or foreign, move it away", path=path
             )
@@ -73,9 +75,10 @@ class Publication:
             self._files.sync_dir(folder)
 
     def undo(self) -> None:
-        """Remove what :meth:`place` created, newest first."""
-        for path in reversed(self._created):
-            self._files.unlink(path)
+        """Remove what :meth:`place` created, newest first: a staged file's other name is ours, another file is not."""
+        for source, path in reversed(self._placed):
+            if path.exists() and path.samefile(source):
+                self._files.unlink(path)
         for folder in reversed(self._folders):
             self._files.remove_dir(folder)
 
@@ -83,13 +86,16 @@ class Publication:
         if folder in self._touched:
             return
         missing = []
-        while folder != self._root and not folder.exists():
-            missing.append(folder)
+        while folder != self._root:
+            # Also of a directory that is there: a killed writer may have made it without syncing its entry.
+            self._touched[folder.parent] = None
+            if not folder.exists():
+                missing.append(folder)
             folder = folder.parent
         for path in reversed(missing):
-            if self._files.make_dir(path):
-                self._folders.append(path)
-            self._touched[path.parent] = None
+            self._folders.append(path)
+            if not self._files.make_dir(path):
+                self._folders.pop()
 
 
 def publish(
@@ -116,8 +122,6 @@ def publish(
         E200 to E203, E207.
     """
     manifest_bytes = canonical.encode(manifest)
-    if len(manifest_bytes) > limits.MAX_MANIFEST_NBYTES:
-        raise make_error("E111", f"the manifest has {len(manifest_bytes)} bytes, at most 64 MiB are allowed", path=root)
     root_bytes = encode_root(manifest_bytes, manifest.version, manifest.requires)
     targets: list[tuple[Path, str]] = [
         (staging.shard(r.ordinal), shard_path(r.ordinal, bytes.fromhex(r.sha256))) for r in receipts
@@ -157,7 +161,9 @@ def publish(
 
 
 def _compare(target: Path, root_bytes: bytes) -> None:
-    if target.read_bytes() != root_bytes:
+    with translated(target):
+        found = target.read_bytes()
+    if found != root_bytes:
         raise make_error(
             "E113",
             "another writer published a different dataset here; compare them with `kvformat diff`, and write elsewhere",

@@ -54,9 +54,7 @@ class ShardWriter:
             raise make_error("E101", f"{written} bytes were given for a record of {placement.nbytes}", path=self.path)
         self.nbytes += placement.nbytes
         self._placements.append(placement)
-        self._records.append(
-            StagedRecord(dims=placement.dims, document=document.hex(), record_sum=record_sum.hex())
-        )
+        self._records.append(StagedRecord(dims=placement.dims, document=document.hex(), record_sum=record_sum.hex()))
         return offset
 
     def finish(self) -> Receipt:
@@ -88,6 +86,12 @@ class ShardWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def __del__(self) -> None:
+        # A writer that fails drops the shards whose turn to be finished has not come. Without a descriptor yet, there
+        # is nothing to close.
+        if hasattr(self, "_fd"):
+            self.close()
 
 
 def hash_file(source: int | Path, path: Path) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -10,13 +11,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from kvformat.errors import make_error
+from kvformat.errors import KVFormatError, make_error
 from kvformat.spec import canonical
 from kvformat.storage.faults import translated
 from kvformat.storage.lease import DirectoryLease
 from kvformat.storage.local_write import LocalFiles
 
-__all__ = ["STAGING", "Plan", "Receipt", "Staging", "StagedRecord", "remove_staging", "stagings"]
+__all__ = ["STAGING", "Plan", "Receipt", "StagedRecord", "Staging", "remove_staging", "stagings"]
 
 STAGING = ".staging"
 _DIRECTORY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}")
@@ -67,17 +68,33 @@ class Staging:
 
     @classmethod
     def create(cls, files: LocalFiles, root: Path, plan: Plan) -> Staging:
-        """Make a new staging directory below ``root``, which exists."""
+        """Make a new staging directory below ``root``, which exists; none is left where that fails.
+
+        Raises
+        ------
+        DamageError
+            E002 where another writer removed a directory meanwhile that seemed to be there.
+        """
         parent = root / STAGING
-        files.make_dir(parent)
         path = parent / f"{plan.digest}-{secrets.token_hex(4)}"
-        files.make_dir(path)
-        lease = DirectoryLease.take(path)
-        if lease is None:
-            raise make_error("E117", "another writer took this staging directory", path=path)
-        files.create_file(path / "plan.json", canonical.encode(plan))
-        for folder in (path, parent, root):
-            files.sync_dir(folder)
+        lease = None
+        try:
+            files.make_dir(parent)
+            files.make_dir(path)
+            lease = DirectoryLease.take(path)
+            if lease is None:
+                raise make_error("E117", "another writer took this staging directory", path=path)
+            files.create_file(path / "plan.json", canonical.encode(plan))
+            for folder in (path, parent, root):
+                files.sync_dir(folder)
+        except BaseException:
+            if lease is not None:
+                with contextlib.suppress(KVFormatError):
+                    files.unlink(path / "plan.json")
+                lease.release()
+            files.remove_dir(path)
+            files.remove_dir(parent)
+            raise
         return cls(files, path, lease)
 
     @classmethod
@@ -98,7 +115,9 @@ class Staging:
             if lease is not None:
                 return cls(files, path, lease)
         if candidates:
-            raise make_error("E117", "another writer of the same plan is at work: wait for it, or stop it", path=candidates[0])
+            raise make_error(
+                "E117", "another writer of the same plan is at work: wait for it, or stop it", path=candidates[0]
+            )
         return None
 
     def shard(self, ordinal: int) -> Path:
@@ -113,15 +132,14 @@ class Staging:
             match = _RECEIPT.fullmatch(name)
             if match is None:
                 continue
-            path = self.path / name
-            data = path.read_bytes()
-            receipt = canonical.convert(canonical.decode(data, path=str(path)), Receipt, path=str(path))
-            found[int(match[1])] = receipt
-        kept = []
+            found[int(match[1])] = _read_receipt(self.path / name, int(match[1]))
+        kept: list[Receipt] = []
         while len(kept) in found:
             receipt = found[len(kept)]
             shard = self.shard(len(kept))
-            if not shard.exists() or shard.stat().st_size != receipt.size:
+            if not shard.exists():  # of two entries not yet synced a crash may keep the receipt's alone
+                break
+            if shard.stat().st_size != receipt.size:
                 raise make_error(
                     "E116", f"expected {receipt.size} bytes as the receipt states: run `kvformat clean`", path=shard
                 )
@@ -146,7 +164,9 @@ class Staging:
         self._files.unlink(draft)
         self._files.sync_dir(self.path)
         if not fresh and target.read_bytes() != data:
-            raise make_error("E116", "a staged file with this name has other content: run `kvformat clean`", path=target)
+            raise make_error(
+                "E116", "a staged file with this name has other content: run `kvformat clean`", path=target
+            )
         return target
 
     def release(self) -> None:
@@ -155,9 +175,23 @@ class Staging:
 
     def remove(self) -> None:
         """Remove everything in staging, and staging itself where it is empty then."""
-        remove_staging(self._files, self.path)
-        self._lease.release()
+        try:
+            remove_staging(self._files, self.path)
+        finally:
+            self._lease.release()
         self._files.remove_dir(self.path.parent)
+
+
+def _read_receipt(path: Path, ordinal: int) -> Receipt:
+    with translated(path):
+        data = path.read_bytes()
+    try:
+        receipt = canonical.convert(canonical.decode(data), Receipt)
+    except KVFormatError as error:
+        raise make_error("E116", f"a damaged receipt ({error.message}): run `kvformat clean`", path=path) from None
+    if receipt.ordinal != ordinal or not receipt.records:
+        raise make_error("E116", "not the receipt of this shard: run `kvformat clean`", path=path)
+    return receipt
 
 
 def stagings(root: Path) -> list[Path]:
@@ -172,7 +206,7 @@ def stagings(root: Path) -> list[Path]:
 def remove_staging(files: LocalFiles, path: Path) -> int:
     """Remove the files of one staging directory and the directory; returns the bytes that were in them."""
     freed = 0
-    for name in sorted(os.listdir(path)):
+    for name in sorted(os.listdir(path)) if path.is_dir() else ():
         freed += (path / name).lstat().st_size
         files.unlink(path / name)
     files.remove_dir(path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import CoveredFile, Manifest, Skipped, Totals, parse_manifest, parse_root
 from kvformat.spec.rules import check_schema
 from kvformat.spec.schema import Schema
+from kvformat.storage.faults import translated
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write.record import RecordEncoder
 from kvformat.write.rows import EncodedPart, Tables
@@ -32,6 +34,7 @@ __all__ = ["OnDuplicate", "Writer"]
 
 OnDuplicate = Literal["error", "keep_first"]
 _FINISHERS = 2
+_ATTEMPTS = 100
 
 
 class Writer:
@@ -106,6 +109,8 @@ class Writer:
         self._replayed_shard = 0
         self._staged: deque[Receipt] = deque()
         self._id: str | None = None
+        # What a reader would refuse in the manifest is refused before hours of work, not after.
+        self._manifest(_least_tables(len(schema.dims), self._header_size))
 
     @property
     def id(self) -> str:
@@ -133,18 +138,11 @@ class Writer:
     def __enter__(self) -> Self:
         if self._state != "new":
             raise make_error("E115", "a writer is entered once", path=self._root)
-        if (self._root / ROOT).exists():
-            raise make_error("E100", "a dataset is here already; choose another location", path=self._root)
+        with translated(self._root):
+            if (self._root / ROOT).exists():
+                raise make_error("E100", "a dataset is here already; choose another location", path=self._root)
         try:
-            self._make_root()
-            if self._resume:
-                self._staging = Staging.resume(self._files, self._root, self._plan)
-            if self._staging is None:
-                self._staging = Staging.create(self._files, self._root, self._plan)
-            else:
-                self._staged.extend(self._staging.receipts())
-                for receipt in self._staged:
-                    self._submit_check(receipt)
+            self._open_staging()
         except BaseException:
             self._abort()
             raise
@@ -226,12 +224,13 @@ class Writer:
                     record=name,
                 )
             return self._name(name, encoded_name, known)
-        if self._next_staged() is not None:
-            record = self._replay(name, digest, encoded.record_sum)
-        else:
-            record = self._write(encoded.placement.nbytes, encoded, digest)
-        self._documents[digest] = record
-        return self._name(name, encoded_name, record)
+        with self._whole_or_failed():
+            if self._next_staged() is not None:
+                record = self._replay(name, digest, encoded.record_sum)
+            else:
+                record = self._write(encoded.placement.nbytes, encoded, digest)
+            self._documents[digest] = record
+            return self._name(name, encoded_name, record)
 
     def alias(self, name: str, target: str) -> int:
         """Give the record named ``target`` another name; returns the record's number.
@@ -243,8 +242,8 @@ class Writer:
         """
         self._need_open()
         encoded_name = self._check_name(name)
-        record = self._names.get(target)
-        if record is None:
+        record = self._names.get(target, -1)
+        if record < 0:
             raise make_error("E109", f"no record was added as {target!r}", record=name)
         return self._name(name, encoded_name, record)
 
@@ -266,8 +265,11 @@ class Writer:
         if record is None:
             if self._next_staged() is None:
                 return False
-            record = self._replay(name, digest, None)
-            self._documents[digest] = record
+            with self._whole_or_failed():
+                record = self._replay(name, digest, None)
+                self._documents[digest] = record
+                self._name(name, encoded_name, record)
+            return True
         self._name(name, encoded_name, record)
         return True
 
@@ -275,8 +277,8 @@ class Writer:
         """List a document as given and not stored, with the reason."""
         self._need_open()
         self._check_name(name)
-        if not reason:
-            raise make_error("E081", "a skipped document needs a reason", record=name)
+        if not _is_text(reason):
+            raise make_error("E081", f"a skipped document needs a reason in Unicode, found {reason!r}", record=name)
         self._skipped.append(Skipped(input=self._inputs, name=name, reason=reason))
         self._names[name] = -1
         self._inputs += 1
@@ -289,15 +291,18 @@ class Writer:
         except (AttributeError, UnicodeEncodeError):
             encoded = b""
         if not 1 <= len(encoded) <= limits.MAX_NAME_NBYTES:
-            raise make_error("E106", f"a name is a string of 1 to {limits.MAX_NAME_NBYTES} bytes of UTF-8, found {name!r:.80}")
+            raise make_error(
+                "E106", f"a name is a string of 1 to {limits.MAX_NAME_NBYTES} bytes of UTF-8, found {name!r:.80}"
+            )
         if name in self._names:
             raise make_error("E107", "the name was given before", record=name)
         return encoded
 
     def _name(self, name: str, encoded: bytes, record: int) -> int:
-        self._tables.add_name(record=record, name=encoded, position=self._inputs)
-        self._names[name] = record
-        self._inputs += 1
+        with self._whole_or_failed():
+            self._tables.add_name(record=record, name=encoded, position=self._inputs)
+            self._names[name] = record
+            self._inputs += 1
         return record
 
     def _write(self, nbytes: int, encoded: Any, digest: bytes) -> int:
@@ -315,18 +320,40 @@ class Writer:
                 version=self._version,
                 header_size=self._header_size,
             )
-        try:
-            offset = self._shard.add(
-                encoded.placement, encoded.buffers, document=digest, record_sum=encoded.record_sum
-            )
-        except KVFormatError:
-            self._state = "failed"
-            raise
+        offset = self._shard.add(encoded.placement, encoded.buffers, document=digest, record_sum=encoded.record_sum)
         return self._tables.add_record(
             offset=offset, dims=encoded.placement.dims, document=digest, record_sum=encoded.record_sum
         )
 
+    @contextlib.contextmanager
+    def _whole_or_failed(self) -> Iterator[None]:
+        """A change that is cut short, even by an interrupt, leaves tables that must not be published."""
+        try:
+            yield
+        except BaseException:
+            self._state = "failed"
+            raise
+
     # -- resuming ------------------------------------------------------------------------------------------------
+
+    def _open_staging(self) -> None:
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._make_root()
+                if self._resume:
+                    self._staging = Staging.resume(self._files, self._root, self._plan)
+                if self._staging is None:
+                    self._staging = Staging.create(self._files, self._root, self._plan)
+                    return
+            except KVFormatError as error:
+                # A directory that was there is gone: another writer that failed or finished here removed its own.
+                if error.code != "E002" or attempt == _ATTEMPTS - 1:
+                    raise
+            else:
+                break
+        self._staged.extend(self._need_staging().receipts())
+        for receipt in self._staged:
+            self._submit_check(receipt)
 
     def _next_staged(self) -> Receipt | None:
         return self._staged[0] if self._staged else None
@@ -336,7 +363,6 @@ class Writer:
         staged = receipt.records[self._replayed]
         if staged.document != digest.hex() or (record_sum is not None and staged.record_sum != record_sum.hex()):
             what = "document" if staged.document != digest.hex() else "values of the same document"
-            self._state = "failed"
             raise make_error(
                 "E112",
                 f"an interrupted run staged another {what} as record {self._tables.num_records}: replay the same "
@@ -366,7 +392,9 @@ class Writer:
 
         def check() -> Receipt:
             if hash_file(path, path).hex() != receipt.sha256:
-                raise make_error("E116", "the staged shard is damaged: run `kvformat clean` and start again", path=path)
+                raise make_error(
+                    "E116", "the staged shard is damaged: run `kvformat clean` and start again", path=path
+                )
             return receipt
 
         self._submit(check)
@@ -410,8 +438,7 @@ class Writer:
         self._close_shard()
         while self._finishing:
             self._collect()
-        parts = list(self._tables.encode(self._version))
-        manifest = self._manifest(parts)
+        manifest, parts = self._manifest(self._tables)
         staging = self._need_staging()
         root_bytes = publish(
             self._files,
@@ -426,9 +453,11 @@ class Writer:
         self._state = "closed"
         self._shutdown()
         self._id = _sha256(root_bytes)
-        staging.remove()
+        with contextlib.suppress(KVFormatError, OSError):  # published: what stays, `kvformat clean` removes
+            staging.remove()
 
-    def _manifest(self, parts: list[EncodedPart]) -> Manifest:
+    def _manifest(self, tables: Tables) -> tuple[Manifest, list[EncodedPart]]:
+        parts = list(tables.encode(self._version))
         manifest = Manifest(
             context=self._context,
             files=tuple(
@@ -443,19 +472,22 @@ class Writer:
             skipped=tuple(self._skipped),
             text=self._text,
             totals=Totals(
-                names=self._tables.num_names,
-                nbytes=self._tables.nbytes,
-                records=self._tables.num_records,
-                shards=self._tables.num_shards,
-                tokens=self._tables.tokens,
+                names=tables.num_names,
+                nbytes=tables.nbytes,
+                records=tables.num_records,
+                shards=tables.num_shards,
+                tokens=tables.tokens,
             ),
             version=self._version,
             extensions=self._extensions,
         )
         # What a reader would refuse must never be published: the writer reads its own manifest first.
         data = canonical.encode(manifest)
+        if len(data) > limits.MAX_MANIFEST_NBYTES:
+            message = f"the manifest has {len(data)} bytes, at most 64 MiB are allowed"
+            raise make_error("E111", message, path=self._root)
         parse_manifest(data, parse_root(encode_root(data, self._version)))
-        return manifest
+        return manifest, parts
 
     def _abort(self) -> None:
         if self._state != "closed":
@@ -469,7 +501,8 @@ class Writer:
             if self._resume:
                 staging.release()
                 return
-            staging.remove()
+            with contextlib.suppress(KVFormatError, OSError):  # what went wrong first is what the caller must see
+                staging.remove()
         for path in reversed(self._made):
             self._files.remove_dir(path)
 
@@ -482,15 +515,28 @@ class Writer:
     def _make_root(self) -> None:
         missing = []
         path = self._root
-        while not path.exists():
-            missing.append(path)
-            path = path.parent
-        for path in reversed(missing):
-            if self._files.make_dir(path):
-                self._made.append(path)
-                self._files.sync_dir(path.parent)
-        if not self._root.is_dir():
-            raise make_error("E207", "a file stands where the dataset's directory is needed", path=self._root)
+        with translated(path):
+            while not path.exists():
+                missing.append(path)
+                path = path.parent
+        if not path.is_dir():
+            raise make_error("E207", "a file stands where the dataset's directory is needed", path=path)
+        if missing:
+            self._sync_existing(path.parent)
+        for folder in reversed(missing):
+            self._made.append(folder)  # before it is made: an interrupt may come in between
+            if self._files.make_dir(folder):
+                self._files.sync_dir(folder.parent)
+            else:
+                self._made.pop()
+
+    def _sync_existing(self, folder: Path) -> None:
+        """Sync what a killed writer may have made an entry in; it need not be ours to open."""
+        try:
+            self._files.sync_dir(folder)
+        except KVFormatError as error:
+            if error.code != "E207":
+                raise
 
     def _need_open(self) -> None:
         if self._state != "open":
@@ -500,6 +546,22 @@ class Writer:
         if self._staging is None:
             raise make_error("E115", "the writer is not open", path=self._root)
         return self._staging
+
+
+def _least_tables(num_dims: int, header_size: int) -> Tables:
+    """Tables of one record, which are as good as any to find out whether the rest of a manifest is sound."""
+    tables = Tables(num_dims)
+    tables.add_record(offset=0, dims=(1,) * num_dims, document=bytes(32), record_sum=bytes(16))
+    tables.add_name(record=0, name=b"a", position=0)
+    tables.add_shard(sha256=bytes(32), size=header_size + limits.ALIGNMENT, first_record=0)
+    return tables
+
+
+def _is_text(value: object) -> bool:
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _sha256(data: bytes) -> str:

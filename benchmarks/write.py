@@ -1,0 +1,152 @@
+"""Writing a corpus from memory until it is durable: digests, headers, index and every fsync included.
+
+kvformat computes a SHA-256 of every file, an XXH3 of every layer and record, and refuses values that are not finite.
+The bare operation writes the same payload to one file and syncs it. What a peer does not sync itself is synced for it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import ours, peers
+from benchmarks.contenders import check_records, reason
+from benchmarks.harness import (
+    Bar,
+    Contender,
+    Series,
+    alternate,
+    print_bars,
+    print_facts,
+    print_missing,
+    print_notes,
+    print_table,
+    single_threaded,
+    workspace,
+    write_synced,
+)
+from benchmarks.shapes import SHAPES, Corpus, Shape
+
+RAW = "raw write + fsync"
+
+
+def contender_of(name: str, home: Path, corpus: Corpus, write: Callable[[Path], None], **words: Any) -> Contender:
+    def before() -> None:
+        # Removing the last result and settling the disk are not part of writing.
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir()
+        os.sync()
+
+    def run(_: Sequence[None]) -> int:
+        write(home)
+        return corpus.nbytes
+
+    return Contender(name=name, run=run, before=before, cache="-", **words)
+
+
+def measure(shape: Shape, path: Path, *, rounds: int, names: Sequence[str]) -> list[Bar]:
+    corpus = Corpus(shape)
+    destination = peers.Destination(corpus.max_nbytes)
+    check = check_records(corpus, destination)
+    whole = memoryview(corpus.blob)
+    missing: list[tuple[str, str]] = []
+    contenders = [
+        contender_of(RAW, path / "raw", corpus, lambda home: write_synced(home / "flat.bin", whole), bare=True),
+        contender_of(
+            ours.NAME,
+            path / "kvformat",
+            corpus,
+            lambda home: ours.write(home, corpus.records),
+            verify="SHA-256, XXH3, finite",
+        ),
+    ]
+    _prove(path / "kvformat", lambda home: ours.write(home, corpus.records), corpus, check)
+    for name in names:
+        home = path / name
+        try:
+            module = peers.load(name)
+            _prove_peer(home, module, corpus, check)
+        except Exception as error:  # noqa: BLE001 - whatever a peer raises, it is said that and why it is missing
+            missing.append((name, reason(error)))
+            shutil.rmtree(home, ignore_errors=True)
+            continue
+
+        def write(home: Path, module: Any = module) -> None:
+            module.write(home, corpus.records, "write")
+
+        contenders.append(contender_of(module.NAME, home, corpus, write, verify="none", note=module.NOTE))
+    found = alternate(contenders, rounds=rounds, work=lambda _: [None], warmup=0)
+    for contender in contenders:
+        if contender.before is not None:
+            contender.before()
+    best = _best_peer(found)
+    title = f"write until durable, {shape.name}: {len(corpus):,} records, {corpus.nbytes / 1e9:.2f} GB"
+    against = [RAW, *([best.contender.name] if best else [])]
+    print_table(title, found, against=against, unit="GB/s", note="x: times as fast; `verify`: what is computed")
+    print_notes(contenders)
+    print_missing(missing)
+    return _bars(shape, {series.contender.name: series for series in found}, best)
+
+
+def _prove(home: Path, write: Callable[[Path], None], corpus: Corpus, check: Callable[[peers.Reader], None]) -> None:
+    home.mkdir()
+    write(home)
+    reader = ours.open_reader(home, corpus, "first")
+    try:
+        check(reader)
+    finally:
+        reader.close()
+
+
+def _prove_peer(home: Path, module: Any, corpus: Corpus, check: Callable[[peers.Reader], None]) -> None:
+    home.mkdir()
+    module.write(home, corpus.records, "write")
+    reader = module.open_reader(home, corpus, "write")
+    try:
+        check(reader)
+    finally:
+        reader.close()
+
+
+def _best_peer(found: Sequence[Series]) -> Series | None:
+    peers_alone = [s for s in found if not s.contender.bare and s.contender.name != ours.NAME]
+    return min(peers_alone, key=lambda s: statistics.median(s.seconds), default=None)
+
+
+def _bars(shape: Shape, found: dict[str, Series], best: Series | None) -> list[Bar]:
+    bars = []
+    for other, target in [(found[RAW], 0.8), *([(best, 0.95)] if best else [])]:
+        ratio = found[ours.NAME].speed_over(other)
+        what = f"{shape.name}: write, digests and fsync included, against {other.contender.name}"
+        bars.append(Bar(what=what, target=f">= {target:.2f}", found=f"{ratio:.2f}", met=ratio >= target))
+    return bars
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Rounds that are counted.")] = 7,
+    shape: Annotated[list[str] | None, typer.Option(help="large or small; both when absent.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Peers that take part; all when absent.")] = None,
+    fraction: Annotated[float, typer.Option(help="Part of the records, for a trial run.")] = 1.0,
+    *,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the data under .bench/.")] = False,
+) -> None:
+    """Writing until durable."""
+    single_threaded()
+    bars: list[Bar] = []
+    with workspace("write", keep=keep) as path:
+        print_facts(path)
+        for name in shape or list(SHAPES):
+            home = path / name
+            home.mkdir()
+            bars += measure(SHAPES[name].scaled(fraction), home, rounds=rounds, names=peer or peers.PEERS)
+    print_bars(bars)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""The command line: one module a command, ``main`` assembles them. Importing this loads neither torch nor rich."""

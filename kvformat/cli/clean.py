@@ -1,0 +1,111 @@
+"""``kvformat clean``: remove abandoned staged work, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvformat.cli import output
+from kvformat.errors import KVFormatError, make_error
+
+if TYPE_CHECKING:
+    from kvformat.storage.lease import DirectoryLease
+
+__all__ = ["clean"]
+
+
+def clean(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A dataset's directory or file:// URL.")],
+    *,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove staged work no writer holds.
+
+    A published dataset is never touched. Asks first. What a live writer holds is left alone, and the command then
+    fails with E117. After cleaning, an interrupted extraction starts from the beginning.
+    """
+    from kvformat.cli.staged import others
+    from kvformat.storage.location import local_path
+
+    root = local_path(path)
+    if not root.is_dir():
+        raise make_error("E001", "no directory is there: check the location", path=root)
+    held: dict[Path, DirectoryLease] = {}
+    try:
+        live = _take(root, held)
+        # The leases are held while the question stands: nobody resumes what is about to be removed.
+        if not held and not live:
+            output.emit("no staged work, 0 bytes freed")
+        elif held and (yes or _agreed(held)):
+            output.emit(f"removed {_count(len(held))}, {_remove(root, held):,} bytes freed")
+        else:
+            output.emit("nothing removed, 0 bytes freed")
+    finally:
+        for lease in held.values():
+            lease.release()
+    for other in others(root):
+        output.complain(f"not a staging directory, left alone: {output.plain(other)}")
+    if live:
+        where = _count(len(live))
+        raise make_error(
+            "E117", f"a writer is at work in {where}: wait for it, or stop it, and clean again", path=live[0]
+        )
+
+
+def _take(root: Path, held: dict[Path, DirectoryLease]) -> list[Path]:
+    """Take the leases of all staging directories into ``held``; returns those a live writer has."""
+    from kvformat.cli.staged import directories
+    from kvformat.storage.lease import DirectoryLease
+
+    live = []
+    for found in directories(root):
+        try:
+            lease = DirectoryLease.take(found)
+        except KVFormatError as error:
+            if error.code == "E002":  # its writer finished meanwhile
+                continue
+            raise
+        if lease is None:
+            live.append(found)
+        else:
+            held[found] = lease
+    return live
+
+
+def _remove(root: Path, held: dict[Path, DirectoryLease]) -> int:
+    """Remove what is held; returns the bytes that are free now."""
+    from kvformat.storage.local_write import LocalFiles
+    from kvformat.write.staging import STAGING, remove_staging
+
+    files = LocalFiles()
+    freed = sum(_freed(found) for found in held)
+    for found in held:
+        remove_staging(files, found)
+    files.remove_dir(root / STAGING)  # where nothing else is in it
+    return freed
+
+
+def _agreed(held: dict[Path, DirectoryLease]) -> bool:
+    """Ask on standard error, so that standard output holds results only."""
+    for path, lease in held.items():
+        doubt = "" if lease.supported else " (no leases on this file system: make sure no writer is at work)"
+        nbytes = sum(entry.lstat().st_size for entry in path.iterdir())
+        output.complain(f"{output.plain(path)}: {output.size_text(nbytes)}{doubt}")
+    output.complain(f"Remove {_count(len(held))}? [y/N]")
+    answer = sys.stdin.readline() if sys.stdin is not None else ""
+    if not answer:
+        raise make_error("E081", "clean asks before it removes, and nobody answered: pass --yes")
+    return answer.strip().lower() in {"y", "yes"}
+
+
+def _freed(path: Path) -> int:
+    """Bytes of files that have no other name: a shard that was linked to its final place stays there."""
+    statuses = [entry.lstat() for entry in path.iterdir()]
+    return sum(status.st_size for status in statuses if status.st_nlink == 1)
+
+
+def _count(number: int) -> str:
+    return f"{number} staging director{'y' if number == 1 else 'ies'}"

@@ -1,0 +1,97 @@
+"""``kvformat estimate``: how large an extraction will be, before any model is loaded."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvformat.cli import options, output
+from kvformat.cli.quiet import quiet_libraries
+
+if TYPE_CHECKING:
+    from kvformat.extract import Estimate
+
+__all__ = ["estimate"]
+
+
+def estimate(
+    *,
+    model: options.Model,
+    documents: options.Documents,
+    out: options.Out,
+    revision: options.Revision = None,
+    dtype: options.Dtype = None,
+    compute_dtype: options.ComputeDtype = None,
+    layers: options.Layers = None,
+    shard_size: options.ShardSize = "1GiB",
+    truncate: options.Truncate = None,
+    add_generation_prompt: options.AddGenerationPrompt = False,
+    special_tokens: options.SpecialTokens = True,
+    as_json: options.AsJson = False,
+) -> None:
+    """Tell how large an extraction will be.
+
+    Counts tokens, bytes and shards, and compares them with the free space. Loads no weights.
+    """
+    stored = options.parse_dtype(dtype, "--dtype")
+    computed = options.parse_dtype(compute_dtype, "--compute-dtype")
+    wanted = options.parse_layers(layers)
+    shard_nbytes = options.parse_size(shard_size, "--shard-size")
+    quiet_libraries(terminal=output.is_terminal(sys.stderr))
+    from kvformat import extract
+
+    found = extract.estimate(
+        model=model,
+        documents=documents,
+        out=out,
+        revision=revision,
+        dtype=stored,
+        compute_dtype=computed,
+        layers=wanted,
+        shard_nbytes=shard_nbytes,
+        truncate=truncate,
+        add_generation_prompt=add_generation_prompt,
+        special_tokens=special_tokens,
+    )
+    if as_json:
+        output.emit_json(_document(found))
+    else:
+        _show(found)
+    if not found.fits:
+        needed, free = f"{found.needed_nbytes:,} bytes are needed", f"{found.free_nbytes:,} are free"
+        output.complain(f"warning: {needed} and {free}: extraction would refuse")
+
+
+def _document(found: Estimate) -> dict[str, Any]:
+    import msgspec
+
+    return {
+        "ok": True,
+        **msgspec.to_builtins(found),
+        "needed_nbytes": found.needed_nbytes,
+        "fits": found.fits,
+    }
+
+
+def _show(found: Estimate) -> None:
+    from kvformat.cli.fields import schema_fields
+    from kvformat.cli.tables import facts, heading
+
+    per_token = found.nbytes / max(found.tokens, 1)
+    output.render(
+        facts(
+            {
+                "model": f"{found.family}, computed in {found.compute_dtype}",
+                "documents": f"{found.documents:,}, {found.records:,} of them different",
+                "tokens": f"{found.tokens:,}, {found.longest:,} in the longest document",
+                "shards": f"{found.shards:,}, {output.size_text(found.nbytes)} ({found.nbytes:,} bytes)",
+                "index": f"about {output.size_text(found.index_nbytes)}",
+                "a token": f"{output.size_text(round(per_token))}, padding included",
+                "staged": output.size_text(found.staged_nbytes),
+                "needed": output.size_text(found.needed_nbytes),
+                "free": f"{output.size_text(found.free_nbytes)}, {'enough' if found.fits else 'NOT ENOUGH'}",
+            }
+        ),
+        heading("schema"),
+        facts({name: value for name, value in schema_fields(found.schema).items() if value}),
+    )

@@ -1,0 +1,153 @@
+"""The options ``extract`` and ``estimate`` share, and what their values mean."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from kvformat.errors import make_error
+
+__all__ = [
+    "AddGenerationPrompt",
+    "AsJson",
+    "ComputeDtype",
+    "Documents",
+    "Dtype",
+    "Layers",
+    "Model",
+    "Out",
+    "Revision",
+    "ShardSize",
+    "SpecialTokens",
+    "Truncate",
+    "parse_dtype",
+    "parse_layers",
+    "parse_size",
+]
+
+Model = Annotated[str, typer.Option("--model", metavar="DIR_OR_ID", help="Model directory or hub id.")]
+Documents = Annotated[
+    str,
+    typer.Option(
+        "--documents", metavar="FILE", help="JSON Lines: objects with `id` and one of `text`, `messages`, `token_ids`."
+    ),
+]
+Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Where the dataset goes.")]
+Revision = Annotated[str | None, typer.Option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="DTYPE", help="Stored dtype: BF16, F16 or F32 [default: the compute dtype]."),
+]
+ComputeDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--compute-dtype", metavar="DTYPE", help="What the model computes in [default: as its configuration says]."
+    ),
+]
+Layers = Annotated[
+    str | None, typer.Option("--layers", metavar="LIST", help="Layers to store, such as 0-3,12 [default: all].")
+]
+ShardSize = Annotated[
+    str,
+    typer.Option(
+        "--shard-size", metavar="SIZE", help="Most bytes of a shard: 1GiB, 500MB, 1073741824; K, M, G, T are binary."
+    ),
+]
+Truncate = Annotated[
+    int | None,
+    typer.Option(
+        "--truncate", min=1, metavar="N", help="Keep the first N tokens; without it, a document too long is an error."
+    ),
+]
+AddGenerationPrompt = Annotated[
+    bool,
+    typer.Option(
+        "--add-generation-prompt/--no-add-generation-prompt", help="End messages with the opening of an answer."
+    ),
+]
+SpecialTokens = Annotated[
+    bool,
+    typer.Option("--special-tokens/--no-special-tokens", help="Give plain text the tokenizer's special tokens."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_DTYPES = {
+    "bf16": "BF16",
+    "bfloat16": "BF16",
+    "f16": "F16",
+    "fp16": "F16",
+    "float16": "F16",
+    "f32": "F32",
+    "fp32": "F32",
+    "float32": "F32",
+}
+_SIZE = re.compile(r"([0-9]+)(?:\.([0-9]+))? ?([a-zA-Z]*)", re.ASCII)
+_BINARY = {name: 1 << (10 * power) for power, name in enumerate("kmgt", start=1)}
+_FACTORS = (
+    {"": 1, "b": 1}
+    | _BINARY
+    | {f"{name}ib": factor for name, factor in _BINARY.items()}
+    | {f"{name}b": 1000**power for power, name in enumerate("kmgt", start=1)}
+)
+_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", re.ASCII)
+
+
+def parse_dtype(text: str | None, option: str) -> str | None:
+    """Name of a dtype as the format writes it.
+
+    Raises
+    ------
+    UsageError
+        E081.
+    """
+    if text is None:
+        return None
+    found = _DTYPES.get(text.lower())
+    if found is None:
+        raise make_error("E081", f"{option} must be BF16, F16 or F32, found {text!r}")
+    return found
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """Layers of a list such as ``0-3,12``, ascending; None for all of them.
+
+    Raises
+    ------
+    UsageError
+        E081 for anything else, a range that runs backwards, or a layer given twice.
+    """
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last or last >= 1 << 16:
+            raise make_error(
+                "E081", f"--layers must be a list such as 0-3,12 of layers below 65536, found {part!r} in {text!r}"
+            )
+        found += range(first, last + 1)
+    if len(set(found)) != len(found):
+        raise make_error("E081", f"--layers {text!r} names a layer twice")
+    return sorted(found)
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of a size such as ``1GiB`` (binary), ``500MB`` (decimal) or ``64M`` (binary).
+
+    Raises
+    ------
+    UsageError
+        E081 for anything else, and for less than one byte.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    factor = _FACTORS.get(match[3].lower()) if match else None
+    if match is None or factor is None or len(text) > 32:
+        raise make_error("E081", f"{option} must be a size such as 1GiB, 500MB or 1073741824, found {text!r}")
+    decimals = match[2] or ""
+    nbytes: int = int(match[1] + decimals) * factor // 10 ** len(decimals)
+    if nbytes < 1:
+        raise make_error("E081", f"{option} must be at least one byte, found {text!r}")
+    return nbytes

@@ -1,0 +1,182 @@
+"""``kvformat status``: what is published at a location, and what unfinished work lies there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from msgspec import Struct
+
+from kvformat.cli import output
+from kvformat.cli.group import FAULTS
+from kvformat.codes import CODES
+from kvformat.errors import KVFormatError, make_error
+
+if TYPE_CHECKING:
+    from kvformat.cli.staged import StagedWork
+
+__all__ = ["status"]
+
+_SHOWN = 20
+_FOLDERS = ("files", "index", "manifest", "shards")
+_STATES = {"live": "a writer is at work", "abandoned": "no writer holds it", "unknown": "no leases here"}
+
+
+class _Published(Struct, frozen=True, kw_only=True):
+    id: str
+    records: int
+    nbytes: int
+    shards: int
+
+
+class _Orphan(Struct, frozen=True, kw_only=True):
+    path: str
+    nbytes: int
+
+
+class _State(Struct, frozen=True, kw_only=True):
+    """What is at a location; ``orphans`` is None where a fault keeps the named files unknown."""
+
+    location: str
+    published: _Published | None
+    staging: tuple[StagedWork, ...]
+    orphans: tuple[_Orphan, ...] | None
+    unknown_staging: tuple[str, ...]
+
+
+def status(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A dataset's directory or file:// URL.")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what is published and what is unfinished.
+
+    Lists staged work with its state, and files no dataset names. Exits with 1 where something is published and cannot
+    be read.
+    """
+    from kvformat.cli.staged import look_all, others
+    from kvformat.storage.location import local_path
+
+    root = local_path(path)
+    if not root.is_dir():
+        raise make_error("E001", "no directory is there: check the location", path=root)
+    published, named, fault = _published(root)
+    found = _State(
+        location=str(root),
+        published=published,
+        staging=tuple(look_all(root)),
+        orphans=None if fault is not None else _orphans(root, named),
+        unknown_staging=tuple(str(other) for other in others(root)),
+    )
+    if as_json:
+        output.emit_json(_document(found, fault))
+    else:
+        output.emit(*_lines(found, fault))
+    if fault is not None:
+        output.report(fault, as_json=False)
+        raise typer.Exit(FAULTS)
+
+
+def _published(root: Path) -> tuple[_Published | None, set[str], KVFormatError | None]:
+    """What is published, the files it names, and what keeps it from being read."""
+    from kvformat.read.dataset import ROOT, open_dataset
+    from kvformat.read.index import part_path
+    from kvformat.spec.manifest import parse_root
+    from kvformat.spec.tables import TABLES
+
+    if not os.path.lexists(root / ROOT):
+        return None, set(), None
+    try:
+        dataset = open_dataset(root)
+        manifest = dataset.manifest
+        reference = parse_root(dataset.reader.read(ROOT)).manifest.sha256
+        named = {ROOT, f"manifest/{reference}.json"}
+        named |= {f"files/{file.sha256}" for file in manifest.files}
+        named |= {part_path(part.sha256) for table in TABLES for part in manifest.parts(table)}
+        named |= {dataset.index.shard(ordinal).path for ordinal in range(manifest.totals.shards)}
+    except KVFormatError as error:
+        if error.code == "E001":  # removed meanwhile
+            return None, set(), None
+        if CODES[error.code].kind != "reader":
+            raise
+        return None, set(), error
+    totals = manifest.totals
+    published = _Published(id=dataset.id, records=totals.records, nbytes=totals.nbytes, shards=totals.shards)
+    return published, named, None
+
+
+def _orphans(root: Path, named: set[str]) -> tuple[_Orphan, ...]:
+    """Files no root names: the rest of an interrupted publication, or foreign ones.
+
+    Where nothing is published, only the folders a writer uses are looked at: the directory may be anything.
+    """
+    from kvformat.storage.local_read import LocalReader
+
+    if named:
+        walked = LocalReader(root, use_mmap=False).walk()
+    else:
+        walked = [
+            f"{folder}/{name}"
+            for folder in _FOLDERS
+            if (root / folder).is_dir()
+            for name in LocalReader(root / folder, use_mmap=False).walk()
+        ]
+    found = []
+    for name in walked:
+        if name not in named and name.partition("/")[0] != ".staging":
+            try:
+                found.append(_Orphan(path=name, nbytes=(root / name).lstat().st_size))
+            except FileNotFoundError:  # a writer goes on meanwhile
+                continue
+    return tuple(found)
+
+
+def _document(found: _State, fault: KVFormatError | None) -> dict[str, Any]:
+    import msgspec
+
+    document: dict[str, Any] = {"ok": fault is None, **msgspec.to_builtins(found)}
+    if fault is not None:
+        document["error"] = output.finding(fault.code, fault.message, fault.path, fault.record, fault.layer)
+    return document
+
+
+def _lines(found: _State, fault: KVFormatError | None) -> list[str]:
+    lines = [output.plain(found.location)]
+    if found.published is not None:
+        published = found.published
+        size = output.size_text(published.nbytes)
+        lines += [
+            f"published: {published.records:,} records in {published.shards:,} shards, {size}",
+            f"    id {published.id}",
+        ]
+    else:
+        lines.append("not published" if fault is None else f"published, but not readable: {fault.code}")
+    for work in found.staging:
+        lines += _staged_lines(work)
+    lines += [f"not a staging directory, left alone: {output.plain(other)}" for other in found.unknown_staging]
+    if not found.staging:
+        lines.append("no staged work")
+    if found.orphans:
+        size = output.size_text(sum(orphan.nbytes for orphan in found.orphans))
+        why = "the dataset does not name" if found.published is not None else "no published dataset names"
+        lines.append(f"{len(found.orphans):,} files {why}, {size}:")
+        lines += [f"    {output.plain(one.path)} ({output.size_text(one.nbytes)})" for one in found.orphans[:_SHOWN]]
+        if len(found.orphans) > _SHOWN:
+            lines.append(f"    and {len(found.orphans) - _SHOWN:,} more; --json lists all")
+    return lines
+
+
+def _staged_lines(work: StagedWork) -> list[str]:
+    finished = f"{work.shards:,} shards, {work.records:,} records, {output.size_text(work.nbytes)}"
+    lines = [
+        f"staged work, {work.state} ({_STATES[work.state]}): {output.plain(work.path)}",
+        f"    finished: {finished}; {output.size_text(work.total_nbytes)} in all",
+    ]
+    plan = work.plan
+    if plan is None:
+        return [*lines, "    plan: not readable"]
+    shards = f"shards of {output.size_text(plan.shard_nbytes)}"
+    lines.append(f"    plan: schema {plan.schema[:16]}, context {plan.context[:16]}, {shards}")
+    return [*lines, f"    tag: {output.plain(plan.tag)}"] if plan.tag else lines

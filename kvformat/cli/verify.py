@@ -1,0 +1,98 @@
+"""``kvformat verify``: all faults of a dataset, with their codes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvformat.cli import output
+from kvformat.cli.group import FAULTS
+from kvformat.cli.progress import meter
+from kvformat.codes import CODES
+
+if TYPE_CHECKING:
+    from kvformat.read.verify import Finding, Report
+
+__all__ = ["verify"]
+
+
+def verify(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Dataset: a directory or file:// URL.")],
+    *,
+    level: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=4,
+            help="1: root and manifest. 2: and index, sizes, headers. 3: and every XXH3. 4: and every SHA-256.",
+        ),
+    ] = 4,
+    expected_id: Annotated[
+        str | None, typer.Option("--expected-id", metavar="ID", help="Dataset id it must have.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Shards checked at once [default: processors, at most 8].")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look for all faults of a dataset.
+
+    Each is named by its code. Warnings, such as a file the dataset does not name, do not make it faulty.
+    """
+    from kvformat.read.verify import verify as look
+
+    with meter(phases=False) as shown:
+        shown.begin("verifying")
+        report = look(
+            path,
+            level=level,
+            expected_id=expected_id,
+            threads=threads,
+            progress=lambda done, total: shown.update(done, total=total),
+        )
+    if as_json:
+        output.emit_json(_document(path, report))
+    else:
+        output.emit(*_lines(path, report))
+    if not report.ok:
+        raise typer.Exit(FAULTS)
+
+
+def _document(path: str, report: Report) -> dict[str, object]:
+    def members(found: tuple[Finding, ...]) -> list[dict[str, str | int | None]]:
+        return [output.finding(f.code, f.message, f.path, f.record, f.layer) for f in found]
+
+    return {
+        "ok": report.ok,
+        "location": path,
+        "id": report.id,
+        "level": report.level,
+        "records": report.records,
+        "nbytes": report.nbytes,
+        "findings": members(report.findings),
+        "warnings": members(report.warnings),
+    }
+
+
+def _lines(path: str, report: Report) -> list[str]:
+    lines = []
+    for kind, found in (("fault", report.findings), ("warning", report.warnings)):
+        for one in found:
+            lines.append(f"{kind} [{one.code}] {CODES[one.code].name}: {output.one_line(one.message)}")
+            where = output.place(one.path, one.record, one.layer)
+            if where:
+                lines.append(f"    {where}")
+    counted = [_count(len(report.findings), "fault")]
+    if report.warnings:
+        counted.append(_count(len(report.warnings), "warning"))
+    what = f"{report.records:,} records, {output.size_text(report.nbytes)}" if report.id else "not readable"
+    lines.append(f"{'ok' if report.ok else 'FAULTY'}: {', '.join(counted)} at level {report.level}")
+    lines.append(f"    {output.plain(path)} ({what})")
+    if report.id:
+        lines.append(f"    id {report.id}")
+    return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,46 @@
+"""Whether a finished dataset is what a plan would make."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from kvformat.errors import make_error
+from kvformat.extract.plan import Plan
+from kvformat.interfaces import Extractor
+from kvformat.read.dataset import Dataset
+from kvformat.spec.context import differences
+from kvformat.spec.schema import Schema
+
+__all__ = ["check_context", "check_plan"]
+
+
+def check_plan(dataset: Dataset, plan: Plan, schema: Schema) -> None:
+    """Refuse unless a dataset holds just the documents of a plan, under the same names, in the same order; E118."""
+    if dataset.schema != schema:
+        _differs(dataset, "its schema is another one")
+    if dataset.text != plan.text:
+        _differs(dataset, "its text became token ids by other rules")
+    if dataset.num_names != len(plan):
+        _differs(dataset, f"it has {dataset.num_names} names, the plan {len(plan)}")
+    following = 0
+    for planned in plan:
+        number = dataset.index.find_name(planned.name)
+        if number is None:
+            _differs(dataset, f"it has no record named {planned.name!r}")
+        elif dataset.index.document(number) != planned.digest:
+            _differs(dataset, f"its record {planned.name!r} is of another document")
+        elif not planned.repeated:
+            if number != following:
+                _differs(dataset, f"its record {planned.name!r} is number {number}, the plan says {following}")
+            following += 1
+
+
+def check_context(dataset: Dataset, extractor: Extractor) -> None:
+    """Refuse unless the contexts are equal; an unknown one never is. E118."""
+    found = differences(dataset.context, extractor.context)
+    if found:
+        _differs(dataset, f"the contexts differ: {'; '.join(found)}")
+
+
+def _differs(dataset: Dataset, what: str) -> NoReturn:
+    raise make_error("E118", f"a dataset is here already, and {what}; choose another location", path=dataset.location)

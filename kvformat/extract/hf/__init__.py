@@ -1,0 +1,8 @@
+"""Extraction from Hugging Face models. Importing this loads torch and transformers."""
+
+from __future__ import annotations
+
+from kvformat.extract.hf.describe import Description, describe
+from kvformat.extract.hf.extractor import HuggingFaceExtractor
+
+__all__ = ["Description", "HuggingFaceExtractor", "describe"]

@@ -1,0 +1,315 @@
+"""The Hugging Face extractor: keys and values of a decoder as its attention consumes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+import torch
+
+from kvformat.errors import make_error
+from kvformat.extract.capture import CaptureCache, cache_argument, run_decoder
+from kvformat.extract.hf.loading import (
+    compute_dtype_of,
+    decoder_stack,
+    load_decoder,
+    provenance_of,
+    refuse_adapters,
+    watchable_attention,
+)
+from kvformat.extract.hf.options import check_dtype, latent_widths, max_positions, wanted_layers
+from kvformat.extract.identity import check_history, derive_context, inv_freq_file
+from kvformat.extract.probe import probe, reachable_state
+from kvformat.extract.shapes import cached_schema, slots
+from kvformat.extract.weights import reaching_tensors, weights_digest, weights_file
+from kvformat.interfaces import Extracted
+from kvformat.spec.context import Context, Text
+from kvformat.tensors import torch_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvformat.spec.document import Document
+    from kvformat.spec.schema import Schema
+
+__all__ = ["HuggingFaceExtractor"]
+
+
+ContextKind = Literal["derive", "unknown"]
+
+
+class HuggingFaceExtractor:
+    """Extracts K and V of a decoder-only model; an :class:`kvformat.interfaces.Extractor`.
+
+    K and V are what the model hands to its cache: K after its norm and rotary embedding, V as projected, both before
+    heads are repeated for grouped queries. That this is what the attention product consumes is checked once, on a few
+    tokens, when the extractor is made. Documents are never padded; sliding-window layers give every row.
+
+    Make one with :meth:`load` or :meth:`of`.
+    """
+
+    def __init__(
+        self,
+        decoder: Any,
+        *,
+        layers: Sequence[int] | None,
+        dtype: str | None,
+        text: Text | None,
+        context: ContextKind,
+        provenance: Mapping[str, str],
+    ) -> None:
+        if decoder.training:
+            raise make_error("E081", "the model is in training mode; call eval() first, dropout would change its keys")
+        refuse_adapters(decoder)
+        config: Any = decoder.config
+        check_history(config, decoder)
+        compute_dtype = compute_dtype_of(decoder)
+        storage = check_dtype(dtype or compute_dtype, "storage")
+        num_layers = int(config.num_hidden_layers)
+        stack_name, stack = decoder_stack(decoder, num_layers)
+        wanted = wanted_layers(layers, num_layers)
+        with watchable_attention(decoder):
+            probed = probe(decoder, wanted, latent=latent_widths(config))
+        self._decoder = decoder
+        self._argument = cache_argument(decoder)
+        self._last = wanted[-1]
+        self._forms = probed.forms
+        self._slots = slots(probed.forms)
+        self._storage = torch_dtype(storage)
+        self._schema = cached_schema(probed.forms, dtype=storage)
+        self._files: dict[str, bytes] = {}
+        self._context = Context.unknown()
+        if context == "derive":
+            tensors = reaching_tensors(
+                reachable_state(decoder), stack=stack_name, last=self._last, reached=probed.reached
+            )
+            self._files["weights"] = weights_file(tensors, compute_dtype=compute_dtype)
+            self._context = derive_context(
+                config,
+                decoder,
+                stack,
+                probed.forms,
+                compute_dtype=compute_dtype,
+                weights=weights_digest(self._files["weights"]),
+            )
+            frequencies = inv_freq_file(self._context, config, decoder)
+            if frequencies is not None:
+                self._files["inv_freq"] = frequencies
+        self._text = text or Text()
+        self._provenance = dict(provenance)
+        self._vocab_size = int(decoder.get_input_embeddings().weight.shape[0])
+        self._max_tokens = max_positions(config)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        revision: str | None = None,
+        dtype: str | None = None,
+        compute_dtype: str | None = None,
+        device: str | torch.device = "cpu",
+        attn_implementation: str | None = None,
+        layers: Sequence[int] | None = None,
+        text: Text | None = None,
+        context: ContextKind = "derive",
+    ) -> Self:
+        """Load a model and make an extractor of it.
+
+        Parameters
+        ----------
+        model
+            Directory, or hub id.
+        revision
+            Branch, tag or commit of a hub id.
+        dtype
+            Storage dtype: BF16, F16 or F32; the compute dtype when absent.
+        compute_dtype
+            What the model computes in; the dtype its configuration names when absent.
+        device
+            Where it computes.
+        attn_implementation
+            As transformers names them (``eager``, ``sdpa``, ...); its own choice when absent.
+        layers
+            Model layers to extract; all when absent. Layers above the highest are neither kept nor run.
+        text
+            Recorded with the dataset.
+        context
+            ``unknown`` skips deriving what determines the values, for a family no context is known of.
+
+        Raises
+        ------
+        InputError
+            E302 model refused, E303 cache incomplete, E304 model does not load.
+        UsageError
+            E081.
+        """
+        if dtype is not None:
+            check_dtype(dtype, "storage")
+        decoder = load_decoder(
+            model, revision=revision, compute_dtype=compute_dtype, attn_implementation=attn_implementation
+        )
+        extractor = cls(
+            decoder,
+            layers=layers,
+            dtype=dtype,
+            text=text,
+            context=context,
+            provenance=provenance_of(decoder, model, torch.device(device)),
+        )
+        extractor._move(device)
+        return extractor
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        *,
+        dtype: str | None = None,
+        layers: Sequence[int] | None = None,
+        text: Text | None = None,
+        context: ContextKind = "derive",
+    ) -> Self:
+        """Make an extractor of a model that is loaded already; the model is used where it is and never changed.
+
+        Raises
+        ------
+        InputError, UsageError
+            As :meth:`load`.
+        """
+        decoder = model.get_decoder()
+        device = next(decoder.parameters()).device
+        return cls(
+            decoder,
+            layers=layers,
+            dtype=dtype,
+            text=text,
+            context=context,
+            provenance=provenance_of(decoder, getattr(model.config, "_name_or_path", ""), device),
+        )
+
+    @property
+    def schema(self) -> Schema:
+        """Shape and dtype of what :meth:`extract` returns."""
+        return self._schema
+
+    @property
+    def context(self) -> Context:
+        """What determines the values."""
+        return self._context
+
+    @property
+    def text(self) -> Text:
+        """How text became token ids."""
+        return self._text
+
+    @property
+    def provenance(self) -> Mapping[str, str]:
+        """Library versions, device, attention implementation."""
+        return self._provenance
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """Covered files ``weights`` and ``inv_freq``; none for an unknown context."""
+        return self._files
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Positions of the model."""
+        return self._max_tokens
+
+    def extract(self, documents: Sequence[Document]) -> Sequence[Extracted]:
+        """Components of each document, in order.
+
+        Parameters
+        ----------
+        documents
+            One or more, all with the same number of tokens, causal, without media.
+
+        Returns
+        -------
+        Sequence[Extracted]
+            Tensors ``[layers, tokens, heads, head_dim]`` of the storage dtype on the model's device: views of one
+            buffer of this call.
+
+        Raises
+        ------
+        InputError
+            E110 for a document this model does not take, E301 too long, E303 where a layer gave other shapes.
+        UsageError
+            E081 for documents of different lengths.
+        """
+        num_tokens = self._check(documents)
+        device = next(self._decoder.parameters()).device
+        buffers = {
+            component.name: torch.empty(
+                (len(documents), len(component.layers), num_tokens, *(int(a.size) for a in component.axes[1:])),  # type: ignore[arg-type]
+                dtype=self._storage,
+                device=device,
+            )
+            for component in self._schema.components
+        }
+        seen: set[int] = set()
+
+        def sink(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+            slot = self._slots.get(layer)
+            if slot is None:
+                return
+            for name, tensor in ((slot.key, key), (slot.value, value)):
+                target = buffers[name][:, slot.row]
+                rows = tensor.transpose(1, 2)
+                if self._forms[layer].latent:
+                    rows = rows.squeeze(2)
+                if rows.shape != target.shape:
+                    raise make_error(
+                        "E303",
+                        f"the cache holds {list(rows.shape)} for {name!r}, expected {list(target.shape)}",
+                        layer=layer,
+                    )
+                target.copy_(rows)  # casts to the storage dtype
+            seen.add(layer)
+
+        ids = torch.from_numpy(np.stack([d.token_ids for d in documents])).to(device=device, dtype=torch.int64)
+        positions = _positions(documents, device) if any(d.position_ids is not None for d in documents) else None
+        cache = CaptureCache(sink, stop=lambda layer: layer == self._last)
+        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+            run_decoder(self._decoder, cache, argument=self._argument, input_ids=ids, position_ids=positions)
+        missing = self._slots.keys() - seen
+        if missing:
+            raise make_error("E303", f"layers {sorted(missing)} wrote no K/V into the cache", layer=min(missing))
+        return [
+            Extracted(components={name: buffer[index] for name, buffer in buffers.items()}, extras={})
+            for index in range(len(documents))
+        ]
+
+    def _move(self, device: str | torch.device) -> None:
+        """Drop the layers above the last wanted one, then move the rest: they never reach the device."""
+        _, stack = decoder_stack(self._decoder, int(self._decoder.config.num_hidden_layers))
+        del stack[self._last + 1 :]
+        self._decoder.requires_grad_(requires_grad=False)
+        self._decoder.to(device)
+
+    def _check(self, documents: Sequence[Document]) -> int:
+        lengths = {document.num_tokens for document in documents}
+        if len(lengths) != 1:
+            raise make_error("E081", f"documents of one call must have one length, found {sorted(lengths) or 'none'}")
+        (num_tokens,) = lengths
+        if self._max_tokens is not None and num_tokens > self._max_tokens:
+            raise make_error("E301", f"{num_tokens} tokens, but the model has {self._max_tokens} positions")
+        for document in documents:
+            if document.mask != "causal" or document.media:
+                raise make_error("E110", "this extractor takes causal documents without media only")
+            if document.position_ids is not None and len(document.position_ids) != 1:
+                raise make_error("E110", "this extractor takes positions of one row only")
+            if int(document.token_ids.max()) >= self._vocab_size:
+                raise make_error(
+                    "E110", f"token id {int(document.token_ids.max())} is beyond the vocabulary of {self._vocab_size}"
+                )
+        return num_tokens
+
+
+def _positions(documents: Sequence[Document], device: torch.device) -> torch.Tensor:
+    rows = [np.arange(d.num_tokens) if d.position_ids is None else d.position_ids[0] for d in documents]
+    return torch.from_numpy(np.stack(rows)).to(device=device, dtype=torch.int64)

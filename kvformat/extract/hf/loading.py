@@ -1,0 +1,233 @@
+"""Loading a decoder, and refusing what would load into something else than its weights say."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel
+from transformers.utils import logging
+
+from kvformat import __version__
+from kvformat.errors import make_error
+from kvformat.extract.hf.options import DTYPES, check_dtype, configured_dtype
+from kvformat.spec.context import ComputeDtype
+from kvformat.tensors import torch_dtype
+
+__all__ = [
+    "compute_dtype_of",
+    "decoder_stack",
+    "load_config",
+    "load_decoder",
+    "provenance_of",
+    "refuse_adapters",
+    "watchable_attention",
+]
+
+_WATCHABLE = ("eager", "sdpa")
+
+
+def load_config(model: str | Path, *, revision: str | None = None) -> Any:
+    """Configuration of a model directory or hub id.
+
+    Raises
+    ------
+    InputError
+        E302 encoder-decoder or adapter, E304 no configuration that loads.
+    UsageError
+        E081 for a revision of a directory.
+    """
+    directory = Path(model)
+    if directory.is_dir():
+        if revision is not None:
+            raise make_error("E081", f"{model} is a directory, which has no revision {revision!r}", path=model)
+        if (directory / "adapter_config.json").exists():
+            raise make_error(
+                "E302", "the directory holds an adapter; merge it into its base model and save that", path=model
+            )
+    try:
+        config = AutoConfig.from_pretrained(str(model), revision=revision or "main", trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever the missing or odd file led to
+        raise make_error(
+            "E304",
+            f"no model configuration loads from there: {_first_line(error)}; give a directory or a hub id",
+            path=model,
+        ) from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise make_error(
+            "E302", f"{config.model_type!r} is an encoder-decoder model; only decoders are read", path=model
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise make_error(
+            "E302", "the model is quantised; save it dequantised, then its weights can be identified", path=model
+        )
+    return config
+
+
+def load_decoder(
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    compute_dtype: str | None = None,
+    attn_implementation: str | None = None,
+) -> Any:
+    """The decoder of a model, on the CPU, in evaluation mode.
+
+    Raises
+    ------
+    InputError
+        E302, E304; among others where a weight is missing, or where the checkpoint holds weights of the decoder layers
+        that the model class does not know.
+    """
+    config = load_config(model, revision=revision)
+    compute = check_dtype(compute_dtype or configured_dtype(config), "compute")
+    options: dict[str, Any] = {}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    try:
+        with _no_progress_bars():
+            loaded, info = AutoModel.from_pretrained(
+                str(model),
+                config=config,
+                revision=revision or "main",
+                dtype=torch_dtype(compute),
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
+            )
+    except Exception as error:  # transformers raises whatever the missing or odd file led to
+        raise make_error("E304", f"the model does not load: {_first_line(error)}", path=model) from error
+    if getattr(loaded, "_hf_peft_config_loaded", False):
+        raise make_error(
+            "E302", "an adapter was loaded with the model; merge it and save the merged model", path=model
+        )
+    decoder = loaded.get_decoder()
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise make_error(
+            "E304",
+            f"the checkpoint lacks {len(missing)} tensors, the first {missing[0]!r}: they would be random",
+            path=model,
+        )
+    stack, blocks = decoder_stack(decoder, int(decoder.config.num_hidden_layers))
+    own = [f".{stack}.{number}." for number in range(len(blocks))]
+    odd = sorted(name for name in info["unexpected_keys"] if any(part in f".{name}" for part in own))
+    if odd:
+        raise make_error(
+            "E304",
+            f"the checkpoint holds {len(odd)} tensors of decoder layers that {type(decoder).__name__} does not have, "
+            f"the first {odd[0]!r}: it is another model than its configuration says",
+            path=model,
+        )
+    return decoder.eval()
+
+
+def decoder_stack(decoder: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
+    """Name and modules of the list of decoder layers.
+
+    Raises
+    ------
+    InputError
+        E302 where no single list has as many entries as the model has layers.
+    """
+    found = [
+        (name, module)
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers and ".0." not in f".{name}."
+    ]
+    if len(found) != 1:
+        raise make_error(
+            "E302", f"{type(decoder).__name__} has {len(found)} module lists of {num_layers} layers, expected one"
+        )
+    return found[0]
+
+
+def compute_dtype_of(decoder: nn.Module) -> ComputeDtype:
+    """Dtype of the decoder's input embedding.
+
+    Raises
+    ------
+    InputError
+        E302 for another dtype than BF16, F16 and F32.
+    """
+    find = getattr(decoder, "get_input_embeddings", None)
+    embedding = find() if callable(find) else None
+    weight = getattr(embedding, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise make_error("E303", f"{type(decoder).__name__} has no token embedding; use a decoder-only language model")
+    for name in DTYPES:
+        if weight.dtype == torch_dtype(name):
+            return name
+    raise make_error("E302", f"the model computes in {weight.dtype}; load it in one of {', '.join(DTYPES)}")
+
+
+def refuse_adapters(decoder: nn.Module) -> None:
+    """Refuse a model with adapter layers in it, merged or not: their base weights are not what computes; E302."""
+    for name, module in decoder.named_modules():
+        if type(module).__module__.partition(".")[0] == "peft" or hasattr(module, "lora_A"):
+            raise make_error(
+                "E302", f"{name!r} is an adapter layer; merge the adapter and take it out (merge_and_unload) first"
+            )
+
+
+@contextmanager
+def watchable_attention(decoder: Any) -> Iterator[None]:
+    """Let attention run through plain products while the block runs, where its kernel would hide them."""
+    chosen = getattr(decoder.config, "_attn_implementation", None)
+    if chosen in _WATCHABLE or not hasattr(decoder, "set_attn_implementation"):
+        yield
+        return
+    decoder.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        decoder.set_attn_implementation(chosen)
+
+
+def provenance_of(decoder: Any, model: str | Path, device: torch.device) -> dict[str, str]:
+    """What is recorded and never compared. A directory counts by its last name only."""
+    config = decoder.config
+    if device.type == "cuda":
+        where = f"cuda: {torch.cuda.get_device_name(device)}"
+    elif device.type == "cpu":
+        where = f"cpu: {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    else:
+        where = device.type
+    found = {
+        "attn_implementation": str(getattr(config, "_attn_implementation", None) or "eager"),
+        "device": where,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "kvformat": __version__,
+        "model_class": type(decoder).__name__,
+        "torch": str(torch.__version__),
+        "transformers": version("transformers"),
+    }
+    if str(model):
+        found["model"] = Path(model).resolve().name if Path(model).exists() else str(model)
+    commit = getattr(config, "_commit_hash", None)
+    if commit:
+        found["revision"] = str(commit)
+    return found
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """The caller reports progress; bars of the library's own would break into it."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

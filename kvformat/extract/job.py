@@ -1,0 +1,245 @@
+"""The whole job: documents file and model in, published dataset out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from kvformat.errors import make_error
+from kvformat.extract.finished import check_context, check_plan
+from kvformat.extract.plan import Plan, PlannedDocument
+from kvformat.extract.prepare import prepare, size_of
+from kvformat.extract.size import require_space
+from kvformat.read.dataset import Dataset, open_dataset
+from kvformat.spec import canonical
+from kvformat.spec.layout import Layout
+from kvformat.storage.location import local_path
+from kvformat.write.create import create
+from kvformat.write.writer import Writer
+
+if TYPE_CHECKING:
+    import os
+
+    from kvformat.interfaces import Extractor
+
+__all__ = ["Phase", "Progress", "extract_plan", "run"]
+
+ContextKind = Literal["derive", "unknown"]
+Phase = Literal["read", "load", "extract", "publish"]
+ROOT = "kvformat.json"
+
+
+class Progress(Protocol):
+    """Told how a job gets on; by the thread that runs it."""
+
+    def phase(self, name: Phase, *, tokens: int = 0, nbytes: int = 0) -> None:
+        """A phase begins; ``extract`` says how many tokens and bytes of payload there will be."""
+
+    def advance(self, *, tokens: int, nbytes: int, computed: bool) -> None:
+        """A record is there; ``computed`` is False where an interrupted run had made it."""
+
+
+class _Silent:
+    def phase(self, name: Phase, *, tokens: int = 0, nbytes: int = 0) -> None:
+        """Say nothing."""
+
+    def advance(self, *, tokens: int, nbytes: int, computed: bool) -> None:
+        """Say nothing."""
+
+
+def run(
+    *,
+    model: str | os.PathLike[str],
+    documents: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    revision: str | None = None,
+    dtype: str | None = None,
+    compute_dtype: str | None = None,
+    device: str = "cpu",
+    batch_size: int = 1,
+    attn_implementation: str | None = None,
+    layers: Sequence[int] | None = None,
+    shard_nbytes: int = 1 << 30,
+    truncate: int | None = None,
+    add_generation_prompt: bool = False,
+    special_tokens: bool = True,
+    context: ContextKind = "derive",
+    allow_non_finite: Collection[str] = (),
+    progress: Progress | None = None,
+) -> Dataset:
+    """Extract K and V of a model over a documents file and publish them.
+
+    Interrupted, the same call resumes at the last finished shard. On a finished dataset it returns that, when plan and
+    context are equal.
+
+    Parameters
+    ----------
+    model, revision
+        Directory, or hub id and its branch, tag or commit.
+    documents
+        JSON Lines: objects with ``id`` and one of ``text``, ``messages``, ``token_ids``.
+    out
+        Where the dataset goes: local directory or ``file://`` URL.
+    dtype, compute_dtype, device, attn_implementation, layers, context
+        As for :meth:`kvformat.extract.HuggingFaceExtractor.load`.
+    batch_size
+        Most documents of one forward. Only neighbours of equal length are put together; nothing is padded. The last
+        bits of K and V depend on it.
+    shard_nbytes
+        A shard closes before its data would exceed this many bytes.
+    truncate
+        Keep the first ``truncate`` tokens of a longer document; without it, one beyond the model's positions is
+        refused.
+    add_generation_prompt, special_tokens
+        As for :class:`kvformat.extract.tokenise.Tokeniser`.
+    allow_non_finite
+        Components that may hold NaN or infinities.
+    progress
+        Told how the job gets on.
+
+    Returns
+    -------
+    Dataset
+        The published dataset, open.
+
+    Raises
+    ------
+    InputError
+        E300 to E306, E104.
+    StorageError
+        E200 when space is short, before the model is loaded.
+    IdentityError
+        E118 where another dataset is at ``out``.
+    """
+    if batch_size < 1:
+        raise make_error("E081", f"batch_size must be at least 1, found {batch_size}")
+    report = progress or _Silent()
+    root = local_path(out)
+    report.phase("read")
+    described, plan = prepare(
+        model=model,
+        documents=documents,
+        revision=revision,
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        layers=layers,
+        truncate=truncate,
+        add_generation_prompt=add_generation_prompt,
+        special_tokens=special_tokens,
+    )
+    finished = open_dataset(root) if (root / ROOT).exists() else None
+    if finished is None:
+        require_space(size_of(plan, described, root, shard_nbytes), root)
+    else:
+        check_plan(finished, plan, described.schema)
+    report.phase("load")
+    from kvformat.extract.hf import HuggingFaceExtractor
+
+    extractor = HuggingFaceExtractor.load(
+        Path(model) if Path(model).is_dir() else str(model),
+        revision=revision,
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        device=device,
+        attn_implementation=attn_implementation,
+        layers=layers,
+        text=plan.text,
+        context=context,
+    )
+    if extractor.schema != described.schema:
+        raise make_error("E302", "the loaded model caches other shapes than its configuration promised", path=model)
+    if finished is not None:
+        check_context(finished, extractor)
+        return finished
+    tag = {
+        "attn_implementation": extractor.provenance["attn_implementation"],
+        "device": extractor.provenance["device"],
+        "model": str(model),
+        "revision": revision or "",
+    }
+    return extract_plan(
+        extractor,
+        plan,
+        root,
+        batch_size=batch_size,
+        shard_nbytes=shard_nbytes,
+        tag=canonical.encode(tag).decode(),
+        allow_non_finite=allow_non_finite,
+        progress=report,
+    )
+
+
+def extract_plan(
+    extractor: Extractor,
+    plan: Plan,
+    out: Path,
+    *,
+    batch_size: int = 1,
+    shard_nbytes: int = 1 << 30,
+    tag: str = "",
+    allow_non_finite: Collection[str] = (),
+    progress: Progress | None = None,
+) -> Dataset:
+    """Extract the documents of a plan with any extractor, and publish.
+
+    Parameters
+    ----------
+    tag
+        Part of the plan's identity: runs with different tags never continue each other.
+
+    Raises
+    ------
+    KVFormatError
+        Whatever extractor and writer raise. Finished shards stay staged, and the same call resumes.
+    """
+    report = progress or _Silent()
+    layout = Layout(extractor.schema)
+    lengths = list(plan.records())
+    report.phase("extract", tokens=sum(lengths), nbytes=sum(layout.place((length,)).nbytes for length in lengths))
+    with create(
+        out,
+        schema=extractor.schema,
+        context=extractor.context,
+        text=plan.text,
+        provenance=extractor.provenance,
+        files=extractor.files,
+        shard_nbytes=shard_nbytes,
+        resume=True,
+        tag=tag,
+        allow_non_finite=allow_non_finite,
+    ) as writer:
+        pending: list[PlannedDocument] = []
+        for planned in plan:
+            if pending and (planned.repeated or len(pending) == batch_size or _tokens(planned) != _tokens(pending[0])):
+                _flush(extractor, writer, pending, layout, report)
+            if not pending and writer.replay(planned.name, planned.document):
+                if not planned.repeated:
+                    _advance(report, layout, planned, computed=False)
+            else:
+                pending.append(planned)
+        _flush(extractor, writer, pending, layout, report)
+        report.phase("publish")
+    return open_dataset(out)
+
+
+def _flush(
+    extractor: Extractor, writer: Writer, pending: list[PlannedDocument], layout: Layout, report: Progress
+) -> None:
+    """Compute and add what is pending."""
+    if not pending:
+        return
+    extracted = extractor.extract([planned.document for planned in pending])
+    for planned, found in zip(pending, extracted, strict=True):
+        writer.add(planned.name, found.components, document=planned.document, extras=found.extras)
+        _advance(report, layout, planned, computed=True)
+    pending.clear()
+
+
+def _advance(report: Progress, layout: Layout, planned: PlannedDocument, *, computed: bool) -> None:
+    tokens = planned.document.num_tokens
+    report.advance(tokens=tokens, nbytes=layout.place((tokens,)).nbytes, computed=computed)
+
+
+def _tokens(planned: PlannedDocument) -> int:
+    return planned.document.num_tokens

@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvformat
+import kvformat.extract
+from kvformat.cli.extract import Watch
+from kvformat.cli.progress import Lines
+from kvformat.errors import make_error
+from tests.cli.conftest import command, environment
+from tests.models import save_tiny, write_documents
+
+TEXTS = ["aa", "bb", "a longer text", "aa", "the longest text of them all"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny", "llama", max_position_embeddings=64)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    return write_documents(
+        tmp_path / "docs.jsonl", [{"id": f"doc-{n} [red]", "text": text} for n, text in enumerate(TEXTS)]
+    )
+
+
+@pytest.fixture
+def arguments(model: Path, documents: Path, tmp_path: Path) -> list[object]:
+    return ["--model", model, "--documents", documents, "--out", tmp_path / "out", "--shard-size", "16K"]
+
+
+# ---------------------------------------------------------------------------------------------------------- extract
+
+
+def test_extract_publishes_what_the_function_would(run, arguments, model, documents, tmp_path: Path) -> None:
+    result = run("extract", *arguments, "--layers", "0,2", "--dtype", "bf16")
+    assert result.code == 0, result.stderr
+    dataset = kvformat.open(tmp_path / "out")
+    same = kvformat.extract.run(
+        model=model,
+        documents=documents,
+        out=tmp_path / "same",
+        layers=[0, 2],
+        dtype="BF16",
+        shard_nbytes=16 << 10,
+    )
+    assert dataset.id == same.id
+    assert dataset.schema.components[0].layers == (0, 2)
+    assert (len(dataset), dataset.num_names) == (4, 5)
+    first, identity, counts, rates = result.stdout.splitlines()
+    assert first == f"published: {tmp_path / 'out'}"
+    assert identity == f"    id {dataset.id}"
+    assert counts.startswith(f"    4 records, 5 names, {dataset.num_tokens:,} tokens, ")
+    assert "tokens/s" in rates
+    assert "GB/s" in rates
+    lines = result.stderr.splitlines()
+    assert lines[0] == "reading documents"
+    assert lines[1] == "loading the model"
+    assert lines[2].startswith(f"extracting {dataset.num_tokens:,} tokens: ")
+    assert lines[3:] == ["publishing"]
+    assert run("verify", tmp_path / "out").code == 0
+
+
+def test_a_finished_dataset_stays_and_is_fine(run, arguments, tmp_path: Path, snapshot) -> None:
+    first = run("extract", *arguments, "--json")
+    assert (first.json["ok"], first.json["already_finished"]) == (True, False)
+    assert first.json["computed_tokens"] == first.json["tokens"] == kvformat.open(tmp_path / "out").num_tokens
+    before = snapshot(tmp_path / "out")
+    again = run("extract", *arguments, "--json")
+    assert (again.code, again.json["already_finished"], again.json["id"]) == (0, True, first.json["id"])
+    assert run("extract", *arguments).stdout.startswith("already finished, with equal plan and context: ")
+    other = run("extract", *arguments, "--layers", "0", "--json")
+    assert (other.code, other.json["error"]["code"]) == (3, "E118")
+    assert snapshot(tmp_path / "out") == before
+
+
+def test_bad_lines_name_file_line_and_reason(run, arguments, documents: Path, tmp_path: Path) -> None:
+    documents.write_text('{"id": "a", "text": "b"}\n{"id": "c"}\n', encoding="utf-8")
+    for name in ("extract", "estimate"):
+        result = run(name, *arguments)
+        assert result.code == 3
+        error = result.stderr.splitlines()[-1]
+        assert error.startswith("error [E300]: line 2: ")
+        assert error.endswith(f"(path {documents})")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_extraction_resumes(run, monkeypatch, model: Path, tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "many.jsonl", [{"id": str(n), "text": f"text {n}"} for n in range(30)])
+    out = tmp_path / "out"
+    arguments = ["extract", "--model", model, "--documents", documents, "--out", out, "--shard-size", "16K"]
+    advance = Watch.advance
+
+    def interrupt(self: Watch, *, tokens: int, nbytes: int, computed: bool) -> None:
+        advance(self, tokens=tokens, nbytes=nbytes, computed=computed)
+        if self.nbytes >= 10 * nbytes:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Watch, "advance", interrupt)
+        stopped = run(*arguments)
+    assert (stopped.code, stopped.stdout) == (130, "")
+    assert stopped.stderr.endswith("\ninterrupted: finished shards are kept, the same command resumes after them\n")
+    (work,) = run("status", out, "--json").json["staging"]
+    assert work["state"] == "abandoned"
+    assert 5 <= work["records"] <= 10
+    resumed = run(*arguments, "--json")
+    assert resumed.code == 0, resumed.stderr
+    assert resumed.json["records"] == 30
+    per_record = resumed.json["computed_nbytes"] / (30 - work["records"])
+    assert resumed.json["resumed_nbytes"] == pytest.approx(per_record * work["records"], rel=0.2)
+    assert run("verify", out).code == 0
+
+
+def test_a_signal_stops_an_extraction(run, model: Path, tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "many.jsonl", [{"id": str(n), "text": f"text {n}"} for n in range(500)])
+    out = tmp_path / "out"
+    env = environment()
+    del env["PYTHONWARNINGS"]  # what torch and transformers deprecate at import is theirs
+    with subprocess.Popen(
+        command(
+            ["extract", "--model", model, "--documents", documents, "--out", out, "--shard-size", "16K", "--json"]
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    ) as extracting:
+        assert extracting.stderr is not None
+        while not (line := extracting.stderr.readline()).startswith("extracting "):
+            assert line
+        # 500 records in 250 shards that must be synced are far from done.
+        extracting.send_signal(signal.SIGINT)
+        printed, complained = extracting.communicate(timeout=120)
+    assert extracting.returncode == 130
+    assert complained == "interrupted: finished shards are kept, the same command resumes after them\n"
+    assert json.loads(printed)["error"]["code"] == "interrupted"
+    assert run("verify", out).code == 3  # nothing is published
+
+
+def test_every_option_reaches_the_function(run, monkeypatch) -> None:
+    caught: list[dict[str, Any]] = []
+
+    def refuse(**options: Any) -> None:
+        caught.append(options)
+        raise make_error("E306", "far enough")
+
+    monkeypatch.setattr(kvformat.extract, "run", refuse)
+    monkeypatch.setattr(kvformat.extract, "estimate", refuse)
+
+    def given(*args: str) -> dict[str, Any]:
+        assert run(*args).code == 3
+        caught[-1].pop("progress", None)
+        return caught[-1]
+
+    required = ["--model", "m", "--documents", "d", "--out", "o"]
+    shared = {
+        "model": "m",
+        "documents": "d",
+        "out": "o",
+        "revision": None,
+        "dtype": None,
+        "compute_dtype": None,
+        "layers": None,
+        "shard_nbytes": 1 << 30,
+        "truncate": None,
+        "add_generation_prompt": False,
+        "special_tokens": True,
+    }
+    own = {
+        "device": "cpu",
+        "batch_size": 1,
+        "attn_implementation": None,
+        "context": "derive",
+        "allow_non_finite": (),
+    }
+    assert given("estimate", *required) == shared
+    assert given("extract", *required) == shared | own
+    options = ["--revision", "r", "--dtype", "f16", "--compute-dtype", "BF16", "--layers", "0-1", "--shard-size", "2M"]
+    options += ["--truncate", "9", "--add-generation-prompt", "--no-special-tokens"]
+    changed = {
+        "revision": "r",
+        "dtype": "F16",
+        "compute_dtype": "BF16",
+        "layers": [0, 1],
+        "shard_nbytes": 2 << 20,
+        "truncate": 9,
+        "add_generation_prompt": True,
+        "special_tokens": False,
+    }
+    assert given("estimate", *required, *options) == shared | changed
+    more = ["--device", "cuda:1", "--batch-size", "4", "--attn-implementation", "eager", "--unknown-context"]
+    more += ["--allow-non-finite", "k", "--allow-non-finite", "v"]
+    assert given("extract", *required, *options, *more) == shared | changed | {
+        "device": "cuda:1",
+        "batch_size": 4,
+        "attn_implementation": "eager",
+        "context": "unknown",
+        "allow_non_finite": ("k", "v"),
+    }
+
+
+@pytest.mark.parametrize("name", ["extract", "estimate"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--layers", "3-1"],
+        ["--dtype", "int4"],
+        ["--compute-dtype", "f64"],
+        ["--shard-size", "big"],
+        ["--truncate", "0"],
+    ],
+)
+def test_options_that_make_no_sense(run, monkeypatch, name: str, option: list[str]) -> None:
+    monkeypatch.setattr(kvformat.extract, "run", pytest.fail)
+    monkeypatch.setattr(kvformat.extract, "estimate", pytest.fail)
+    result = run(name, "--model", "m", "--documents", "d", "--out", "o", *option)
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error [E081]: ")
+
+
+# --------------------------------------------------------------------------------------------------------- estimate
+
+
+def test_the_estimate_is_what_is_written(run, arguments, tmp_path: Path) -> None:
+    result = run("estimate", *arguments, "--json")
+    assert result.code == 0, result.stderr
+    assert not (tmp_path / "out").exists()
+    found = result.json
+    assert run("extract", *arguments).code == 0
+    dataset = kvformat.open(tmp_path / "out")
+    totals = dataset.manifest.totals
+    assert (found["documents"], found["records"], found["tokens"]) == (totals.names, totals.records, totals.tokens)
+    assert (found["nbytes"], found["shards"], found["fits"]) == (totals.nbytes, totals.shards, True)
+    shown = " ".join(run("estimate", *arguments).stdout.split())
+    for wanted in (f"tokens {totals.tokens:,}, ", f"shards {totals.shards:,}, ", "documents 5, 4 of them different"):
+        assert wanted in shown
+    assert "components.k.layers 0-2" in shown
+
+
+def test_short_of_space(run, monkeypatch, arguments, tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1000))
+    told = run("estimate", *arguments, "--json")
+    assert (told.code, told.json["fits"], told.json["free_nbytes"]) == (0, False, 1000)
+    assert told.stderr.splitlines()[-1].startswith("warning: ")
+    refused = run("extract", *arguments, "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (3, "E200")
+    assert not (tmp_path / "out").exists()
+
+
+# --------------------------------------------------------------------------------------------------------- progress
+
+
+def test_rates_are_of_what_was_computed_in_this_run(capsys) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        return now[0]
+
+    watch = Watch(Lines(clock=clock), clock=clock)
+    watch.phase("read")
+    now[0] = 100.0
+    watch.phase("load")
+    assert not watch.extracted
+    now[0] = 200.0
+    watch.phase("extract", tokens=3_000, nbytes=4_000_000_000)
+    watch.advance(tokens=1_000, nbytes=1_000_000_000, computed=False)
+    now[0] = 220.0
+    watch.advance(tokens=2_000, nbytes=2_000_000_000, computed=True)
+    watch.phase("publish")
+    now[0] = 999.0
+    assert (watch.tokens, watch.nbytes, watch.resumed_nbytes, watch.seconds) == (
+        2_000,
+        2_000_000_000,
+        1_000_000_000,
+        20.0,
+    )
+    assert watch.rates() == "100 tokens/s, 0.100 GB/s"
+    assert capsys.readouterr().err.splitlines() == [
+        "reading documents",
+        "loading the model",
+        "extracting 3,000 tokens: 4 GB",
+        "extracting 3,000 tokens: 3 GB of 4 GB, 75 %, 100 tokens/s, 0.100 GB/s",
+        "publishing",
+    ]

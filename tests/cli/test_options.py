@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+
+from kvformat.cli.options import parse_dtype, parse_layers, parse_size
+from kvformat.cli.output import layers_text, one_line, plain, size_text
+from kvformat.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("0", [0]),
+        ("0-3,12", [0, 1, 2, 3, 12]),
+        (" 12, 0-3 ", [0, 1, 2, 3, 12]),
+        ("7-7", [7]),
+        ("65535", [65535]),
+        (None, None),
+    ],
+)
+def test_layers(text: str | None, layers: list[int] | None) -> None:
+    assert parse_layers(text) == layers
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "0,", "3-1", "-1", "1-", "a", "0x1", "1.5", "0-3,2", "1,1", "65536", "0-99999", "٣", "0--3"]
+)
+def test_no_layers(text: str) -> None:
+    with pytest.raises(UsageError, match="E081"):
+        parse_layers(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1", 1),
+        ("1073741824", 1 << 30),
+        ("64B", 64),
+        ("1GiB", 1 << 30),
+        ("1 gib", 1 << 30),
+        ("500MB", 500_000_000),
+        ("64K", 64 << 10),
+        ("1.5M", 3 << 19),
+        ("0.1GB", 100_000_000),
+        ("2TiB", 2 << 40),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text, "--shard-size") == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "0.2", "-1", "1e9", "GiB", "1 GiB B", "1PB", "1,5M", "1" * 40, "٣", ".5M", "nan"]
+)
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(UsageError, match="E081"):
+        parse_size(text, "--shard-size")
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"), [("BF16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16"), ("float32", "F32"), (None, None)]
+)
+def test_dtypes(text: str | None, dtype: str | None) -> None:
+    assert parse_dtype(text, "--dtype") == dtype
+
+
+@pytest.mark.parametrize("text", ["", "int8", "F8_E4M3", "bf"])
+def test_no_dtypes(text: str) -> None:
+    with pytest.raises(UsageError, match="E081"):
+        parse_dtype(text, "--dtype")
+
+
+@pytest.mark.parametrize("layers", ["0", "0-3,12", "1,3,5-6", "0-65535"])
+def test_layers_are_written_as_they_are_read(layers: str) -> None:
+    assert layers_text(parse_layers(layers) or ()) == layers
+
+
+def test_sizes_for_people() -> None:
+    numbers = (0, 1, 999, 1000, 999_499, 999_500, 1_234_567, 1 << 40, 10**18)
+    assert [size_text(number) for number in numbers] == [
+        "0 bytes",
+        "1 bytes",
+        "999 bytes",
+        "1 kB",
+        "999 kB",
+        "1 MB",
+        "1.23 MB",
+        "1.1 TB",
+        "1e+03 PB",
+    ]
+
+
+def test_text_for_a_terminal() -> None:
+    assert plain("a\x1b[31m\r\n\tb\u202e [red] é 名") == "a\\x1b[31m\\r\\n\\tb\\u202e [red] é 名"
+    assert plain("\udcff") == "\\udcff"
+    assert one_line("a\n  b\tc\x07") == "a b c\\x07"

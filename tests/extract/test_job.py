@@ -1,0 +1,431 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import kvformat
+from kvformat.errors import IdentityError, InputError, KVFormatError, StorageError
+from kvformat.extract import Estimate, Tokeniser, estimate, extract_plan, make_plan, run
+from kvformat.interfaces import Extracted
+from kvformat.spec.context import Context, Text, differences
+from kvformat.spec.schema import Schema
+from tests.models import live_attention, save_tiny, tiny_model, write_documents
+
+SHARD = 12 << 10  # a record of the tiny model takes one or two pages: a few records a shard
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny", "gemma3", max_position_embeddings=256)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    words = ["aa", "bb", "a longer text", "cc", "aa", "dd", "ee", "ff", "the longest text of them all", "gg", "bb"]
+    lines: list[dict[str, Any]] = [{"id": f"doc-{i:02}", "text": word} for i, word in enumerate(words)]
+    lines += [{"id": "chat", "messages": [{"role": "user", "content": "hi"}]}, {"id": "ids", "token_ids": [3, 1, 4]}]
+    return write_documents(tmp_path / "docs.jsonl", lines)
+
+
+class Event(NamedTuple):
+    tokens: int
+    computed: bool
+
+
+class Watcher:
+    """Records what it is told, and interrupts after some computed records."""
+
+    def __init__(self, *, interrupt_after: int | None = None) -> None:
+        self.phases: list[tuple[str, int, int]] = []
+        self.events: list[Event] = []
+        self.nbytes = 0
+        self.interrupt_after = interrupt_after
+
+    def phase(self, name: str, *, tokens: int = 0, nbytes: int = 0) -> None:
+        self.phases.append((name, tokens, nbytes))
+
+    def advance(self, *, tokens: int, nbytes: int, computed: bool) -> None:
+        self.events.append(Event(tokens, computed))
+        self.nbytes += nbytes
+        if sum(event.computed for event in self.events) == self.interrupt_after:
+            raise KeyboardInterrupt
+
+
+class Arithmetic:
+    """An extractor without a model: K and V are the token ids, and every call is kept."""
+
+    schema = Schema.uniform(num_layers=2, num_kv_heads=1, head_dim=256, dtype="F32")
+    context = Context.unknown()
+    text = Text()
+    provenance: dict[str, str] = {}  # noqa: RUF012 - read only
+    files: dict[str, bytes] = {}  # noqa: RUF012 - read only
+    max_tokens = None
+
+    def __init__(self) -> None:
+        self.calls: list[list[list[int]]] = []
+
+    def extract(self, given: Any) -> list[Extracted]:
+        self.calls.append([document.token_ids.tolist() for document in given])
+        found = []
+        for document in given:
+            ids = torch.from_numpy(document.token_ids.astype(np.float32))
+            key = ids[None, :, None, None].expand(2, -1, 1, 256)
+            found.append(Extracted(components={"k": key, "v": -key}, extras={}))
+        return found
+
+
+def plan_of(path: Path, token_lists: list[list[int]]) -> Any:
+    lines = [{"id": f"r{i}", "token_ids": ids} for i, ids in enumerate(token_lists)]
+    return make_plan(write_documents(path, lines), Tokeniser(None))
+
+
+def test_published_k_and_v_are_the_live_models(model: Path, documents: Path, tmp_path: Path) -> None:
+    dataset = run(model=model, documents=documents, out=tmp_path / "ds", shard_nbytes=SHARD)
+    assert kvformat.verify(tmp_path / "ds").ok
+    live = tiny_model("gemma3", max_position_embeddings=256)
+    assert len(dataset) == 11
+    assert dataset.num_names == 13
+    assert dataset.manifest.totals.shards > 3
+    assert sorted(dataset["doc-00"].names) == ["doc-00", "doc-04"]
+    assert sorted(dataset["doc-01"].names) == ["doc-01", "doc-10"]
+    assert dataset["ids"].extra("token_ids").tolist() == [3, 1, 4]
+    for record in dataset:
+        for layer, (key, value) in enumerate(live_attention(live, record.extra("token_ids").tolist())):
+            assert torch.equal(record.slab("key", layer=layer), key)
+            assert torch.equal(record.slab("value", layer=layer), value)
+    assert dataset.context.model is not None
+    assert dataset.text.chat_template is not None
+    assert dataset.provenance["transformers"]
+    assert {file.name for file in dataset.manifest.files} == {"weights", "inv_freq"}
+
+
+def test_a_finished_dataset_is_returned_when_plan_and_context_are_equal(
+    model: Path, documents: Path, tmp_path: Path
+) -> None:
+    first = run(model=model, documents=documents, out=tmp_path / "ds")
+    watcher = Watcher()
+    again = run(model=model, documents=documents, out=tmp_path / "ds", progress=watcher)
+    assert again.id == first.id
+    assert [name for name, _, _ in watcher.phases] == ["read", "load"]
+    assert watcher.events == []
+
+
+def rewritten(documents: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    lines = [json.loads(line) for line in documents.read_text().splitlines()]
+    change(lines)
+    write_documents(documents, lines)
+
+
+CHANGES: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str]] = {
+    "one more": (lambda lines: lines.append({"id": "more", "text": "x"}), "13 names, the plan 14"),
+    "one less": (lambda lines: lines.pop(), "13 names, the plan 12"),
+    "another name": (lambda lines: lines[2].update(id="other"), "no record named 'other'"),
+    "another text": (lambda lines: lines[2].update(text="other"), "'doc-02' is of another document"),
+    "another order": (lambda lines: lines.insert(0, lines.pop(2)), "'doc-02' is number 2, the plan says 0"),
+    "no chat": (lambda lines: lines.__setitem__(11, {"id": "chat", "text": "hi"}), "by other rules"),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_another_plan_is_refused(change: str, model: Path, documents: Path, tmp_path: Path) -> None:
+    run(model=model, documents=documents, out=tmp_path / "ds")
+    edit, text = CHANGES[change]
+    rewritten(documents, edit)
+    with pytest.raises(IdentityError, match=text) as refused:
+        run(model=model, documents=documents, out=tmp_path / "ds")
+    assert refused.value.code == "E118"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"layers": [0]}, "schema"),
+        ({"dtype": "BF16"}, "schema"),
+        ({"compute_dtype": "BF16", "dtype": "F32"}, "compute_dtype: F32 against BF16"),
+        ({"special_tokens": False}, "by other rules"),
+        ({"truncate": 9}, "by other rules"),
+        ({"context": "unknown"}, "equals nothing"),
+    ],
+)
+def test_another_context_or_schema_is_refused(
+    options: dict[str, Any], text: str, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    run(model=model, documents=documents, out=tmp_path / "ds")
+    with pytest.raises(IdentityError, match=text) as refused:
+        run(model=model, documents=documents, out=tmp_path / "ds", **options)
+    assert refused.value.code == "E118"
+
+
+def test_other_weights_under_the_same_path_are_refused(model: Path, documents: Path, tmp_path: Path) -> None:
+    own = tmp_path / "model"
+    shutil.copytree(model, own)
+    run(model=own, documents=documents, out=tmp_path / "ds")
+    tiny_model("gemma3", seed=5, max_position_embeddings=256).save_pretrained(own)
+    with pytest.raises(IdentityError, match=r"weights\.sha256"):
+        run(model=own, documents=documents, out=tmp_path / "ds")
+
+
+# -------------------------------------------------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize("after", [1, 4, 7, 10])
+def test_an_interrupted_run_resumes_at_the_last_finished_shard(
+    after: int, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    whole = run(model=model, documents=documents, out=tmp_path / "whole", shard_nbytes=SHARD)
+    options: dict[str, Any] = {"model": model, "documents": documents, "out": tmp_path / "ds", "shard_nbytes": SHARD}
+    with pytest.raises(KeyboardInterrupt):
+        run(**options, progress=Watcher(interrupt_after=after))
+    assert not (tmp_path / "ds" / "kvformat.json").exists()
+    watcher = Watcher()
+    resumed = run(**options, progress=watcher)
+    assert resumed.id == whole.id
+    replayed = [event for event in watcher.events if not event.computed]
+    assert len(watcher.events) == 11
+    assert watcher.events[: len(replayed)] == replayed
+    assert len(replayed) < after or after == 1
+    assert (len(replayed) > 0) == (after >= 4)  # by then the first shard is full
+    assert kvformat.verify(tmp_path / "ds").ok
+    phase, tokens, nbytes = next(entry for entry in watcher.phases if entry[0] == "extract")
+    assert (phase, tokens, nbytes) == ("extract", sum(e.tokens for e in watcher.events), watcher.nbytes)
+
+
+def test_an_extractor_is_not_asked_for_what_is_staged(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "d.jsonl", [[i, i, i] for i in range(10)])
+    first = Arithmetic()
+    with pytest.raises(KeyboardInterrupt):
+        extract_plan(first, plan, tmp_path / "ds", shard_nbytes=32 << 10, progress=Watcher(interrupt_after=7))
+    second = Arithmetic()
+    dataset = extract_plan(second, plan, tmp_path / "ds", shard_nbytes=32 << 10)
+    asked = [call[0][0] for call in second.calls]
+    assert asked == list(range(asked[0], 10))
+    assert 0 < asked[0] < 7
+    assert [record.component("k")[0, 0, 0, 0].item() for record in dataset] == list(range(10))
+
+
+def test_a_failure_of_the_extractor_leaves_no_dataset_and_resumes(tmp_path: Path) -> None:
+    class Failing(Arithmetic):
+        def extract(self, given: Any) -> list[Extracted]:
+            if len(self.calls) == 6:
+                raise MemoryError
+            return super().extract(given)
+
+    plan = plan_of(tmp_path / "d.jsonl", [[i, i, i] for i in range(10)])
+    with pytest.raises(MemoryError):
+        extract_plan(Failing(), plan, tmp_path / "ds", shard_nbytes=32 << 10)
+    assert not (tmp_path / "ds" / "kvformat.json").exists()
+    assert len(extract_plan(Arithmetic(), plan, tmp_path / "ds", shard_nbytes=32 << 10)) == 10
+
+
+def test_other_documents_do_not_continue_an_interrupted_run(tmp_path: Path) -> None:
+    lists = [[i, i, i] for i in range(10)]
+    with pytest.raises(KeyboardInterrupt):
+        extract_plan(
+            Arithmetic(),
+            plan_of(tmp_path / "d.jsonl", lists),
+            tmp_path / "ds",
+            shard_nbytes=32 << 10,
+            progress=Watcher(interrupt_after=7),
+        )
+    with pytest.raises(KVFormatError, match="staged another document") as refused:
+        extract_plan(Arithmetic(), plan_of(tmp_path / "d.jsonl", lists[::-1]), tmp_path / "ds", shard_nbytes=32 << 10)
+    assert refused.value.code == "E112"
+
+
+# -------------------------------------------------------------------------------------------- order, batches, repeats
+
+
+def test_batches_hold_neighbours_of_one_length_and_the_order_is_the_files(tmp_path: Path) -> None:
+    lists = [[1], [2], [3], [4, 4], [5, 5], [6], [1], [7], [8], [9]]
+    extractor = Arithmetic()
+    dataset = extract_plan(extractor, plan_of(tmp_path / "d.jsonl", lists), tmp_path / "ds", batch_size=2)
+    assert extractor.calls == [[[1], [2]], [[3]], [[4, 4], [5, 5]], [[6]], [[7], [8]], [[9]]]
+    assert [record.extra("token_ids").tolist() for record in dataset] == [ids for i, ids in enumerate(lists) if i != 6]
+    assert sorted(dataset["r0"].names) == ["r0", "r6"]
+    assert [name for name, _ in dataset.names()] == ["r0", "r6", *(f"r{i}" for i in range(10) if i not in (0, 6))]
+
+
+def test_a_repeat_of_a_pending_document_is_stored_once(tmp_path: Path) -> None:
+    extractor = Arithmetic()
+    dataset = extract_plan(
+        extractor, plan_of(tmp_path / "d.jsonl", [[1], [1], [1], [2]]), tmp_path / "ds", batch_size=8
+    )
+    assert extractor.calls == [[[1]], [[2]]]
+    assert len(dataset) == 2
+    assert sorted(dataset["r0"].names) == ["r0", "r1", "r2"]
+
+
+def test_batched_and_single_runs_agree_up_to_rounding(model: Path, documents: Path, tmp_path: Path) -> None:
+    one = run(model=model, documents=documents, out=tmp_path / "one")
+    many = run(model=model, documents=documents, out=tmp_path / "many", batch_size=4)
+    assert differences(one.context, many.context) == []
+    for left, right in zip(one, many, strict=True):
+        assert left.names == right.names
+        torch.testing.assert_close(left.component("k"), right.component("k"), rtol=1e-4, atol=1e-4)
+
+
+def test_a_file_that_changes_between_the_two_readings_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    for changed in ([[1], [9]], [[1]], [[1], [2], [3]]):
+        plan = plan_of(path, [[1], [2]])
+        plan_of(path, changed)
+        with pytest.raises(InputError, match="the file") as refused:
+            list(plan)
+        assert refused.value.code == "E300"
+
+
+def test_non_finite_values_are_refused_unless_allowed(tmp_path: Path) -> None:
+    class Broken(Arithmetic):
+        def extract(self, given: Any) -> list[Extracted]:
+            (found,) = super().extract(given)
+            return [Extracted(components={"k": found.components["k"] / 0, "v": found.components["v"]}, extras={})]
+
+    plan = plan_of(tmp_path / "d.jsonl", [[1]])
+    with pytest.raises(InputError) as refused:
+        extract_plan(Broken(), plan, tmp_path / "ds")
+    assert refused.value.code == "E104"
+    assert len(extract_plan(Broken(), plan, tmp_path / "ds", allow_non_finite=["k"])) == 1
+
+
+# -------------------------------------------------------------------------------------------------- size and space
+
+
+def test_an_estimate_is_exact_and_needs_no_weights(model: Path, documents: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    options: dict[str, Any] = {"documents": documents, "shard_nbytes": SHARD, "layers": [0, 2], "dtype": "BF16"}
+    found = estimate(model=bare, out=tmp_path / "ds", **options)
+    dataset = run(model=model, out=tmp_path / "ds", **options)
+    assert (found.documents, found.records) == (13, len(dataset))
+    assert (found.tokens, found.nbytes) == (dataset.num_tokens, dataset.nbytes)
+    assert found.shards == dataset.manifest.totals.shards
+    assert found.longest == max(record.num_tokens for record in dataset)
+    assert found.schema == dataset.schema
+    assert (found.family, found.compute_dtype) == ("gemma3_text", "F32")
+    others = sum(f.stat().st_size for f in (tmp_path / "ds").rglob("*") if f.is_file()) - dataset.nbytes
+    assert others <= found.index_nbytes
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    usage = shutil.disk_usage("/")._replace(free=free)
+    monkeypatch.setattr("kvformat.extract.size.shutil.disk_usage", lambda _path: usage)
+
+
+def test_short_space_is_refused_before_the_model_is_loaded(
+    model: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = estimate(model=model, documents=documents, out=tmp_path / "ds").needed_nbytes
+    full_disk(monkeypatch, needed - 1)
+    watcher = Watcher()
+    with pytest.raises(StorageError, match=f"{needed:,} bytes are needed and {needed - 1:,} are free") as refused:
+        run(model=model, documents=documents, out=tmp_path / "ds", progress=watcher)
+    assert refused.value.code == "E200"
+    assert [name for name, _, _ in watcher.phases] == ["read"]
+    assert not (tmp_path / "ds").exists()
+    full_disk(monkeypatch, needed)
+    assert len(run(model=model, documents=documents, out=tmp_path / "ds")) == 11
+
+
+def test_what_is_staged_is_not_needed_again(model: Path, documents: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": model, "documents": documents, "out": tmp_path / "ds", "shard_nbytes": SHARD}
+    before = estimate(**options)
+    with pytest.raises(KeyboardInterrupt):
+        run(**options, progress=Watcher(interrupt_after=10))
+    after = estimate(**options)
+    assert after.staged_nbytes > 0
+    assert after.needed_nbytes == before.needed_nbytes - after.staged_nbytes
+    assert after.nbytes == before.nbytes
+
+
+def test_estimates_say_whether_it_fits() -> None:
+    settings: dict[str, Any] = {
+        "documents": 1,
+        "records": 1,
+        "tokens": 1,
+        "longest": 1,
+        "nbytes": 100,
+        "shards": 1,
+        "index_nbytes": 10,
+        "family": "llama",
+        "compute_dtype": "BF16",
+        "schema": Arithmetic.schema,
+    }
+    assert Estimate(**settings, free_nbytes=110, staged_nbytes=0).fits
+    assert not Estimate(**settings, free_nbytes=109, staged_nbytes=0).fits
+    assert Estimate(**settings, free_nbytes=0, staged_nbytes=1000).needed_nbytes == 0
+
+
+# -------------------------------------------------------------------------------------------------------- the rest
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "code"),
+    [
+        ({"id": "a", "text": "x" * 300}, {}, "E301"),
+        ({"id": "a", "token_ids": [320]}, {}, "E300"),
+        ({"id": "a", "text": "<s>x"}, {}, "E305"),
+        ({"id": "a"}, {}, "E300"),
+        ({"id": "a", "text": "x"}, {"batch_size": 0}, "E081"),
+        ({"id": "a", "text": "x"}, {"layers": [3]}, "E081"),
+        ({"id": "a", "text": "x"}, {"truncate": 257}, "E081"),
+    ],
+)
+def test_what_cannot_be_extracted_is_refused_before_anything_is_written(
+    line: dict[str, Any], options: dict[str, Any], code: str, model: Path, tmp_path: Path
+) -> None:
+    documents = write_documents(tmp_path / "d.jsonl", [{"id": "good", "text": "x"}, line])
+    with pytest.raises(KVFormatError) as refused:
+        run(model=model, documents=documents, out=tmp_path / "ds", **options)
+    assert refused.value.code == code
+    assert not (tmp_path / "ds").exists()
+
+
+def test_truncation_on_request(model: Path, tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "d.jsonl", [{"id": "a", "text": "x" * 300}])
+    dataset = run(model=model, documents=documents, out=tmp_path / "ds", truncate=16)
+    assert dataset["a"].num_tokens == 16
+    assert dataset.text.truncate == 16
+
+
+def test_an_unknown_context_is_published_as_such(model: Path, documents: Path, tmp_path: Path) -> None:
+    dataset = run(model=model, documents=documents, out=tmp_path / "ds", context="unknown")
+    assert dataset.context.kind == "unknown"
+    assert dataset[0].fingerprint is None
+    assert dataset.manifest.files == ()
+
+
+def test_importing_the_package_loads_no_model_library() -> None:
+    code = "import sys, kvformat.extract; print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "kvformat.extract.HuggingFaceExtractor",
+        "kvformat.extract.estimate(model='m', documents='d', out='o')",
+        "kvformat.extract.tokenise.Tokeniser.load('m')",
+    ],
+)
+def test_a_missing_package_is_named_with_its_remedy(use: str) -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import kvformat.extract, kvformat.extract.tokenise\n"
+        "try:\n"
+        f"    {use}\n"
+        "except kvformat.DependencyError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert "[E205]" in done.stdout
+    assert "pip install 'kvformat[hf]'" in done.stdout

@@ -1,0 +1,136 @@
+"""Processes that write: one that tells through a pipe how far it is, and many that race for one location.
+
+Run as ``python -m tests.reliability.writing``; see :func:`main`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvformat.errors import KVFormatError
+from kvformat.storage.local_write import Buffer, LocalFiles
+from tests.reliability import small
+
+__all__ = ["main"]
+
+
+class Telling(LocalFiles):
+    """Writes a byte to a pipe before each operation."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def make_dir(self, path: Path) -> bool:
+        self._tell()
+        return super().make_dir(path)
+
+    def create(self, path: Path) -> int:
+        self._tell()
+        return super().create(path)
+
+    def write(self, fd: int, buffers: Sequence[Buffer], offset: int, path: Path) -> int:
+        self._tell()
+        return super().write(fd, buffers, offset, path)
+
+    def sync(self, fd: int, path: Path) -> None:
+        self._tell()
+        super().sync(fd, path)
+
+    def link(self, source: Path, target: Path) -> bool:
+        self._tell()
+        return super().link(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self._tell()
+        super().unlink(path)
+
+    def remove_dir(self, path: Path) -> bool:
+        self._tell()
+        return super().remove_dir(path)
+
+    def _tell(self) -> None:
+        os.write(self._fd, b".")
+
+
+def write(location: Path, fd: int, *, repeats: int, resume: bool) -> None:
+    """Write the dataset many times over, in one dataset with so many times the records."""
+    with small.create(location, files=Telling(fd), resume=resume) as writer:
+        small.fill_many(writer, repeats)
+
+
+def race(location: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Let processes write to one location at once; what became of each.
+
+    They wait for each other ``before`` they enter the writer, or ``publishing``: with everything added.
+    """
+    results_read, results_write = os.pipe()
+    ready_read, ready_write = os.pipe()
+    go_read, go_write = os.pipe()
+    pids = []
+    for number in range(options["processes"]):
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        code = 1
+        try:
+            os.close(go_write)
+
+            def wait() -> None:
+                os.write(ready_write, b".")
+                os.read(go_read, 1)  # returns at the end of the pipe, when the parent lets all go at once
+
+            result = _publish(location, number, wait, options)
+            os.write(results_write, (json.dumps(result) + "\n").encode())
+            code = 0
+        finally:
+            os._exit(code)
+    for _ in pids:
+        os.read(ready_read, 1)
+    os.close(go_write)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    os.close(results_write)
+    with os.fdopen(results_read) as lines:
+        results = [json.loads(line) for line in lines]
+    if any(statuses):
+        raise SystemExit(f"exit statuses {statuses}")
+    return results
+
+
+def _publish(location: Path, number: int, wait: Any, options: dict[str, Any]) -> dict[str, Any]:
+    variant = number % options["variants"]
+    waited = False
+    try:
+        if options["barrier"] == "before":
+            waited = True
+            wait()
+        with small.create(
+            location, variant=variant, resume=options["resume"], tag=f"{number}" if options["resume"] else ""
+        ) as writer:
+            small.fill(writer, variant=variant)
+            if not waited:
+                waited = True
+                wait()
+    except KVFormatError as error:
+        if not waited:
+            wait()
+        return {"variant": variant, "code": error.code, "message": str(error)}
+    return {"variant": variant, "id": writer.id}
+
+
+def main() -> None:
+    """``write LOCATION FD REPEATS`` or ``race LOCATION OPTIONS``, whose result is printed as JSON."""
+    command, location, *rest = sys.argv[1:]
+    if command == "write":
+        write(Path(location), int(rest[0]), repeats=int(rest[1]), resume=rest[2] == "resume")
+    else:
+        sys.stdout.write(json.dumps(race(Path(location), json.loads(rest[0]))))
+
+
+if __name__ == "__main__":
+    main()
