@@ -269,7 +269,7 @@ CODES: dict[str, Code] = {
         "FormatError",
         "reader",
         "open, touch, verify",
-        "A lookup table is sorted, its slots are a permutation, its keys are those of their slots, and `first_key` is the first.",
+        "A lookup table is sorted, its slots are a permutation, its keys fit them, and `first_key` is the first.",
     ),
     "E061": Code(
         "shard-header-length",

@@ -62,7 +62,8 @@ def flat_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
             "E081",
             f"expected a contiguous CPU tensor of {torch_dtype(dtype)}, found {tensor.dtype} on {tensor.device}",
         )
-    found: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    found: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return found
 
 
@@ -87,13 +88,15 @@ def stored_bytes(value: Any, *, dtype: str, shape: tuple[int, ...], what: str, r
         return _numpy_bytes(value, dtype, shape, what, record)
     import torch
 
-    if not isinstance(value, torch.Tensor):
-        raise make_error("E081", f"{what}: expected a tensor, found {type(value).__name__}", record=record)
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
+        found_kind = f"{value.layout} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise make_error("E081", f"{what}: expected a dense tensor, found {found_kind}", record=record)
     _check(tuple(value.shape), str(value.dtype).removeprefix("torch."), _NAMES[dtype], dtype, shape, what, record)
     flat = value.detach().to("cpu").contiguous().reshape(-1)
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
-    found: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    # One element with an odd stride counts as contiguous, and cannot be viewed as bytes.
+    found: NDArray[np.uint8] = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
     return found
 
 
@@ -124,6 +127,6 @@ def _unprotected(view: memoryview) -> Any:
     import ctypes
 
     array = np.frombuffer(view, dtype=np.uint8)
-    raw = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    raw: Any = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
     raw.keep = array  # ctypes arrays take attributes: the view lives as long as the tensor
     return raw

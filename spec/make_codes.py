@@ -36,9 +36,9 @@ no JSON is reported as such whatever the manifest holds, and a shard with a wron
 its digest must be wrong too.
 
 `SPEC.md` makes these exceptions. Size and digest of the root (E004, E007) are looked at before its content. A later
-version or feature (E012, E013) is reported although the root may have another form by then (E014 to E018). K and V that
-stand exchanged (E071) are reported instead of two slabs that do not have their sums (E072), and another shard's header
-(E062) instead of one that is not as it must be (E063).
+version or feature (E012, E013) is reported although the root may have another form by then (E014 to E018). K and V
+that stand exchanged (E071) are reported instead of two slabs that do not have their sums (E072), and another shard's
+header (E062) instead of one that is not as it must be (E063).
 
 Verification reports all it finds, sorted by code, except what follows from another finding.
 

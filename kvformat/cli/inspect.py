@@ -64,7 +64,7 @@ def _lengths(dataset: Dataset) -> Lengths:
     from kvformat.cli.lengths import lengths_of
 
     rows = dataset.index.rows
-    return lengths_of(rows.part(number).arrays["dims"][:, 0] for number in range(len(rows.parts)))  # type: ignore[misc]
+    return lengths_of(rows.part(number).arrays["dims"][:, 0] for number in range(len(rows.parts)))
 
 
 def _shards(dataset: Dataset) -> Iterable[tuple[str, int, int]]:

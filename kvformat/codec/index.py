@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,10 @@ from kvformat.spec import tables
 
 __all__ = ["Columns", "encode"]
 
-Array = NDArray[np.generic]
-_NUMPY = {"U8": np.dtype("u1"), "U32": np.dtype("<u4"), "U64": np.dtype("<u8")}
+Array = NDArray[Any]
+_NUMPY: dict[str, np.dtype[Any]] = {"U8": np.dtype("u1"), "U32": np.dtype("<u4"), "U64": np.dtype("<u8")}
+
+_FORMATS: dict[str, Literal["B", "I", "Q"]] = {"U8": "B", "U32": "I", "U64": "Q"}
 
 
 def encode(table: str, columns: Mapping[str, Array], *, version: str) -> bytes:
@@ -62,7 +65,7 @@ class Columns:
             items = buffer[column.first : column.first + column.nbytes]
             dtype = _NUMPY[column.dtype]
             self.arrays[column.name] = np.frombuffer(items, dtype=dtype).reshape(column.shape)
-            self.flat[column.name] = items.cast("B").cast({1: "B", 4: "I", 8: "Q"}[dtype.itemsize])
+            self.flat[column.name] = items.cast("B").cast(_FORMATS[column.dtype])
 
     def padding_is_zero(self, buffer: memoryview) -> bool:
         """Whether all pads of the part hold zeros."""

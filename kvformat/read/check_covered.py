@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -62,7 +63,7 @@ def check_covered(reader: LocalReader, file: CoveredFile, context: Context) -> I
         if file.name == "weights":
             tensors = canonical.convert(canonical.decode(data), TensorList).tensors
             names = [tensor.name.encode() for tensor in tensors]
-            if any(a >= b for a, b in zip(names, names[1:], strict=False)):
+            if any(a >= b for a, b in pairwise(names)):
                 yield make_error("E044", "tensors must be in strictly ascending order of their names", path=path)
             model = context.model
             if model is not None and any(tensor.dtype != model.compute_dtype for tensor in tensors):

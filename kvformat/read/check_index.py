@@ -1,4 +1,4 @@
-"""Everything verification checks about the contents of index tables (SPEC.md, section 13). Vectorised, part by part."""
+"""What verification checks about the contents of index tables, part by part (SPEC.md, section 13)."""
 
 from __future__ import annotations
 

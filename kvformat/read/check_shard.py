@@ -53,9 +53,9 @@ def check_record(
         yield error
         return
     sound = True
-    for error in record.faults():
+    for damage in record.faults():
         sound = False
-        yield error
+        yield damage
     if sound and any(extra.name == "token_ids" for extra in dataset.schema.extras):
         fault = _document_fault(dataset, record, file.path)
         if fault is not None:

@@ -49,13 +49,13 @@ class Dataset:
         reader: LocalReader,
         *,
         location: str,
-        id: str,
+        dataset_id: str,
         manifest: Manifest,
         layout: Layout,
         options: dict[str, Any],
     ) -> None:
         self.location = location
-        self.id = id
+        self.id = dataset_id
         self.manifest = manifest
         self.layout = layout
         self.level = _LEVELS[options["verify"]]
@@ -138,11 +138,10 @@ class Dataset:
     # -- records -------------------------------------------------------------------------------------------------
 
     def __getitem__(self, key: int | str) -> Record:
-        if key.__class__ is not int:
-            key = self._number(key)
-        if not 0 <= key < self._length:  # type: ignore[operator]
-            key = self._wrap(key)  # type: ignore[arg-type]
-        return Record(self, key, self._shards.get(self.index.shard_of(key)))  # type: ignore[arg-type]
+        number = key if type(key) is int else self._number(key)
+        if not 0 <= number < self._length:
+            number = self._wrap(number)
+        return Record(self, number, self._shards.get(self.index.shard_of(number)))
 
     def __iter__(self) -> Iterator[Record]:
         for number in range(self._length):
@@ -153,7 +152,8 @@ class Dataset:
 
     def find(self, *, document: bytes) -> Record | None:
         """The record of a document digest (32 bytes), or None."""
-        if not isinstance(document, bytes) or len(document) != 32:
+        given: object = document
+        if not isinstance(given, bytes) or len(document) != 32:
             raise make_error("E081", "a document digest is 32 bytes; see kvformat.document_digest")
         number = self.index.find_document(document)
         return None if number is None else self[number]
@@ -249,7 +249,7 @@ def open_dataset(
             f"[W003] {root}: written by version {manifest.version}, this reader knows {limits.VERSION}", stacklevel=2
         )
     options = {"verify": verify, "io": io, "max_open_files": max_open_files}
-    return Dataset(reader, location=str(root), id=identity, manifest=manifest, layout=layout, options=options)
+    return Dataset(reader, location=str(root), dataset_id=identity, manifest=manifest, layout=layout, options=options)
 
 
 def load_manifest(reader: LocalReader, *, expected_id: str | None = None) -> tuple[str, Manifest, Layout]:

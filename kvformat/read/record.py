@@ -89,7 +89,7 @@ class Record:
         return self._placement.nbytes
 
     def __repr__(self) -> str:
-        return f"<kvformat.Record {self.index} of {self._dataset.location}: {self.num_tokens} tokens, {self.nbytes} bytes>"
+        return f"<kvformat.Record {self.index} of {self._dataset.location} ({self.num_tokens} tokens)>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self._dataset, self.index)
@@ -97,7 +97,7 @@ class Record:
     # -- tensors -------------------------------------------------------------------------------------------------
 
     def component(self, name: str, *, copy: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A component, ``[layers, *axes]`` (for K and V of :meth:`Schema.uniform`: ``[layers, tokens, heads, head_dim]``).
+        """A component, ``[layers, *axes]``; K and V usually are ``[layers, tokens, heads, head_dim]``.
 
         Parameters
         ----------
@@ -148,8 +148,8 @@ class Record:
     def slab(self, role: str, *, layer: int, copy: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
         """One layer's tensor by role and model layer: for K and V ``[tokens, heads, head_dim]``.
 
-        A layer that shares another's K/V gives the other's. Only the bytes of this slab and the small table of sums are
-        read and verified. Parameters and errors otherwise as for :meth:`component`.
+        A layer that shares another's K/V gives the other's. Only the bytes of this slab and the small table of sums
+        are read and verified. Parameters and errors otherwise as for :meth:`component`.
         """
         name, row = self._dataset.slab_of(role, layer)
         placed = self._placement.tensors[name]
@@ -162,7 +162,7 @@ class Record:
 
     # -- views ---------------------------------------------------------------------------------------------------
 
-    def _tensor(self, placed: Placed, copy: bool, out: torch.Tensor | None) -> torch.Tensor:
+    def _tensor(self, placed: Placed, copy: bool, out: torch.Tensor | None) -> torch.Tensor:  # noqa: FBT001 -- hot path
         level = self._dataset.level
         if level and (level == 2 or not self._shard.checks.flags[self._slot] >> placed.bit & 1):
             if out is not None and self._shard.file.mapped is not None:
@@ -177,7 +177,7 @@ class Record:
         nbytes: int,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
-        copy: bool,
+        copy: bool,  # noqa: FBT001 -- hot path: keywords cost
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         file = self._shard.file
@@ -193,7 +193,7 @@ class Record:
     def _target(self, out: torch.Tensor, placed: Placed, shape: tuple[int, ...]) -> memoryview:
         if tuple(out.shape) != shape:
             raise make_error("E081", f"out has shape {list(out.shape)}, expected {list(shape)}", record=self.index)
-        return memoryview(flat_bytes(out, placed.dtype))
+        return flat_bytes(out, placed.dtype).data
 
     # -- verification --------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class Record:
         if offset % limits.ALIGNMENT or offset + placement.nbytes != end or (self._slot == 0 and offset != 0):
             raise make_error(
                 "E054",
-                f"the record lies at {offset}, its dims {dims} make it {placement.nbytes} bytes long, the next begins at {end}",
+                f"the record lies at {offset}, its dims {dims} make it {placement.nbytes} bytes, the next begins at {end}",
                 path=path,
                 record=self.index,
             )

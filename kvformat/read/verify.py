@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from msgspec import Struct
 
@@ -87,6 +88,8 @@ def verify(
     """
     if level not in (1, 2, 3, 4):
         raise make_error("E081", f"level must be 1 to 4, found {level!r}")
+    if threads is not None and threads < 1:
+        raise make_error("E081", f"threads must be at least 1, found {threads}")
     root = local_path(location)
     reader = LocalReader(root, use_mmap=root.exists() and not prefers_pread(root))
     return _Verification(reader, level, threads or min(os.cpu_count() or 1, _MAX_THREADS), progress).run(expected_id)
@@ -118,7 +121,7 @@ class _Verification:
         dataset = Dataset(
             self._reader,
             location=str(self._reader.root),
-            id=identity,
+            dataset_id=identity,
             manifest=manifest,
             layout=layout,
             options=options,
@@ -139,9 +142,9 @@ class _Verification:
         for table in tables.TABLES:
             parts = getattr(index, table)
             expected.update(part_path(part.sha256) for part in parts.parts)
-            sound[table] = all(
-                [self._attempt(lambda n=n, parts=parts: parts.part(n)) for n in range(len(parts.parts))]
-            )
+            # Every part is tried, so that every damaged one is found.
+            opened = [self._attempt(partial(parts.part, number)) for number in range(len(parts.parts))]
+            sound[table] = all(opened)
         rows_sound = False
         if sound["shards"]:
             if self._add(check_index.check_shards(index, manifest)) and sound["rows"]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvformat.errors import make_error
+from kvformat.errors import KVFormatError, make_error
 from kvformat.spec import limits
 
 __all__ = ["convert", "decode", "decode_real", "encode", "encode_real", "flatten", "is_real", "loose", "plain"]
@@ -82,7 +82,7 @@ def decode(data: bytes, *, path: str | None = None) -> dict[str, JSON]:
         raise make_error("E014", f"member {error.args[0]!r} stands twice", path=path) from None
     try:
         again = encode(value)
-    except Exception as error:
+    except (KVFormatError, ValueError) as error:
         raise make_error("E015", f"a value outside the canonical subset: {error}", path=path) from None
     if again != data:
         raise make_error("E015", f"not canonical: {_first_difference(data, again)}", path=path)
@@ -184,7 +184,7 @@ def _check_depth(data: bytes, path: str | None) -> None:
 
 
 def _check_types(value: object, depth: int) -> None:
-    """Refuse what :func:`plain` would turn into something else, such as bytes and sets, and what is nested too deep."""
+    """Refuse what :func:`plain` would turn into something else, such as bytes and sets, and too deep nesting."""
     if value is None or type(value) in (str, bool, int, float):
         return
     if isinstance(value, msgspec.Struct):

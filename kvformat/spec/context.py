@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import msgspec
@@ -235,7 +236,7 @@ def check(context: Context, *, path: str | None = None) -> None:
         seen: set[int] = set()
         for group in groups:
             layers = group.layers
-            ascending = all(a < b for a, b in zip(layers, layers[1:], strict=False))
+            ascending = all(a < b for a, b in pairwise(layers))
             if not layers or not ascending or layers[-1] > limits.MAX_LAYER:
                 raise make_error(
                     "E042",

@@ -90,7 +90,7 @@ class Document(Struct, frozen=True, kw_only=True):
             Integers ``[tokens]``, ``[1, tokens]`` or ``[3, tokens]``. Rows equal to ``0..tokens-1`` become None, three
             equal rows become one.
         mask, prefix_length
-            ``prefix`` makes the first ``prefix_length`` tokens see each other; it needs ``0 < prefix_length < tokens``.
+            ``prefix`` makes the first ``prefix_length`` tokens see each other; ``0 < prefix_length < tokens``.
         media
             Entries in ascending order of ``first``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -195,7 +196,7 @@ def parse_manifest(data: bytes, root: Root, *, path: str | None = None) -> tuple
         if getattr(manifest, member) != getattr(root, member):
             raise make_error(
                 "E019",
-                f"`{member}` is {getattr(manifest, member)!r} in the manifest and {getattr(root, member)!r} in the root",
+                f"`{member}` is {getattr(manifest, member)!r} in the manifest, {getattr(root, member)!r} in the root",
                 path=path,
             )
     _check_totals(manifest, path)
@@ -256,7 +257,7 @@ def _check_totals(manifest: Manifest, path: str | None) -> None:
 
 def _check_files(manifest: Manifest, path: str | None) -> None:
     names = [file.name for file in manifest.files]
-    if any(a >= b for a, b in zip(names, names[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(names)):
         raise make_error("E043", "`files` must be in strictly ascending order of their names", path=path)
     model = manifest.context.model
     if model is not None:
@@ -269,7 +270,7 @@ def _check_files(manifest: Manifest, path: str | None) -> None:
 
 def _check_skipped(manifest: Manifest, path: str | None) -> None:
     inputs = [skipped.input for skipped in manifest.skipped]
-    if any(a >= b for a, b in zip(inputs, inputs[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(inputs)):
         raise make_error("E045", "`skipped` must be in strictly ascending order of `input`", path=path)
     for skipped in manifest.skipped:
         if not 1 <= len(skipped.name.encode()) <= limits.MAX_NAME_NBYTES or not skipped.reason:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
+from itertools import pairwise
 
 from kvformat.errors import make_error
 from kvformat.spec import limits
@@ -124,7 +125,7 @@ def _least(axes: tuple[Axis, ...]) -> int:
 def _layers(schema: Schema) -> Faults:
     for component in schema.components:
         layers = component.layers
-        ascending = all(a < b for a, b in zip(layers, layers[1:], strict=False))
+        ascending = all(a < b for a, b in pairwise(layers))
         if not layers or not ascending or layers[-1] > limits.MAX_LAYER:
             yield (
                 "E034",
@@ -183,14 +184,14 @@ def _fits(component: Component, scale: Component) -> bool:
         and scale.role == _SCALE_ROLES.get(component.role, "other")
         and scale.layers == component.layers
         and len(scale.axes) == len(component.axes)
-        and all(s.size == 1 or s.size == c.size for s, c in zip(scale.axes, component.axes, strict=True))
+        and all(s.size in (1, c.size) for s, c in zip(scale.axes, component.axes, strict=True))
     )
 
 
 def _shared(schema: Schema) -> Faults:
     stored = {layer for c in schema.components if c.role in SHARED_ROLES for layer in c.layers}
     layers = [shared.layer for shared in schema.shared]
-    if any(a >= b for a, b in zip(layers, layers[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(layers)):
         yield "E039", "shared: layers must ascend"
     for shared in schema.shared:
         if shared.layer in stored or shared.source not in stored or shared.layer > limits.MAX_LAYER:

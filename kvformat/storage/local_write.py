@@ -1,7 +1,7 @@
 """The few operations by which a writer changes a local directory.
 
-Everything a writer does to the disk goes through one :class:`LocalFiles`, so that a test can record the operations, lose
-what was not synced, and see what a reader would find.
+Everything a writer does to the disk goes through one :class:`LocalFiles`, so that a test can record the operations,
+lose what was not synced, and see what a reader would find.
 """
 
 from __future__ import annotations

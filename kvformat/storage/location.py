@@ -22,7 +22,7 @@ def local_path(location: str | os.PathLike[str]) -> Path:
     UsageError
         E206 for any other scheme, E081 for an empty location.
     """
-    text = os.fspath(location)
+    text: object = os.fspath(location)
     if not isinstance(text, str) or not text or "\0" in text:
         raise make_error("E081", f"a location is a non-empty path or URL, found {location!r}")
     if _SCHEME.match(text):

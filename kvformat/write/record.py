@@ -66,7 +66,7 @@ class RecordEncoder:
         for tensor, value in given.items():
             placed = placement.tensors[tensor]
             data = stored_bytes(value, dtype=placed.dtype, shape=placed.shape, what=f"{tensor!r}", record=name)
-            view = memoryview(data)
+            view = data.data
             first = self._layout.first_sum[tensor]
             slabs = placed.nbytes // placed.slab_nbytes if placed.slab_nbytes else self._slabs(tensor)
             for slab in range(slabs):
@@ -99,7 +99,8 @@ class RecordEncoder:
         if missing or unexpected:
             raise make_error(
                 "E103",
-                f"missing {', '.join(sorted(missing)) or 'nothing'}; not expected {', '.join(sorted(unexpected)) or 'nothing'}",
+                f"missing {', '.join(sorted(missing)) or 'nothing'}; "
+                f"not expected {', '.join(sorted(unexpected)) or 'nothing'}",
                 record=name,
             )
         return {tensor: owned[tensor] if tensor in owned else given[tensor] for tensor in self._axes}
@@ -167,11 +168,11 @@ def _owned(extra: str, document: Document, axes: Mapping[str, tuple[object, ...]
     if extra == "token_ids":
         return document.token_ids
     if extra == "position_ids":
-        rows = axes[extra][0]
+        rows = 3 if axes[extra][0] == 3 else 1
         positions = document.position_ids
         if positions is None:
             positions = np.arange(document.num_tokens, dtype="<i4")[None]
-        return np.ascontiguousarray(np.broadcast_to(positions, (rows, document.num_tokens)))  # type: ignore[call-overload,no-any-return]
+        return np.ascontiguousarray(np.broadcast_to(positions, (rows, document.num_tokens)))
     if extra == "mask":
         return np.array([MASKS.index(document.mask), document.prefix_length], dtype="<u8")
     if extra == "media":

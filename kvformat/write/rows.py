@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -23,7 +23,7 @@ class EncodedPart(NamedTuple):
 
     table: str
     data: bytes
-    count: int
+    num_rows: int
     first_key: int | None
     nbytes: int | None
 
@@ -120,12 +120,12 @@ class Tables:
         size, first = _u64(self._shard_size), _u64(self._shard_first)
         for a in range(0, len(size), max_rows):
             cut = slice(a, a + max_rows)
-            columns = {"sha256": sha256[cut], "size": size[cut], "first_record": first[cut]}
+            columns: dict[str, NDArray[Any]] = {"sha256": sha256[cut], "size": size[cut], "first_record": first[cut]}
             yield EncodedPart("shards", index.encode("shards", columns, version=version), len(size[cut]), None, None)
 
     def _rows(self, version: str, max_rows: int) -> Iterator[EncodedPart]:
         total = self.num_records
-        columns = {
+        columns: dict[str, NDArray[Any]] = {
             "offset": _u64(self._offset),
             "dims": np.frombuffer(self._dims, dtype=np.uint32).reshape(total, self._num_dims),
             "document": np.frombuffer(self._document, dtype=np.uint8).reshape(total, 32),

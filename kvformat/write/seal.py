@@ -30,12 +30,12 @@ def index_of(parts: Iterable[EncodedPart]) -> Index:
         sha256, size = hashlib.sha256(part.data).hexdigest(), len(part.data)
         if part.first_key is not None:
             entry: Part | NamesPart | LookupPart = LookupPart(
-                count=part.count, sha256=sha256, size=size, first_key=f"{part.first_key:016x}"
+                count=part.num_rows, sha256=sha256, size=size, first_key=f"{part.first_key:016x}"
             )
         elif part.nbytes is not None:
-            entry = NamesPart(count=part.count, sha256=sha256, size=size, nbytes=part.nbytes)
+            entry = NamesPart(count=part.num_rows, sha256=sha256, size=size, nbytes=part.nbytes)
         else:
-            entry = Part(count=part.count, sha256=sha256, size=size)
+            entry = Part(count=part.num_rows, sha256=sha256, size=size)
         found[part.table].append(entry)
     return canonical.convert({name: canonical.plain(entries) for name, entries in found.items()}, Index)
 
@@ -166,6 +166,6 @@ def _compare(target: Path, root_bytes: bytes) -> None:
     if found != root_bytes:
         raise make_error(
             "E113",
-            "another writer published a different dataset here; compare them with `kvformat diff`, and write elsewhere",
+            "another writer published a different dataset here; compare with `kvformat diff`, and write elsewhere",
             path=target,
         )

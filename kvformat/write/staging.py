@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import secrets
 from pathlib import Path
@@ -127,7 +126,7 @@ class Staging:
     def receipts(self) -> list[Receipt]:
         """Receipts of the finished shards from 0 on without a gap; what stands beyond is removed."""
         found: dict[int, Receipt] = {}
-        names = sorted(os.listdir(self.path))
+        names = sorted(path.name for path in self.path.iterdir())
         for name in names:
             match = _RECEIPT.fullmatch(name)
             if match is None:
@@ -200,14 +199,18 @@ def stagings(root: Path) -> list[Path]:
     if not parent.is_dir() or parent.is_symlink():
         return []
     with translated(parent):
-        return sorted(parent / name for name in os.listdir(parent) if _DIRECTORY.fullmatch(name))
+        return sorted(
+            path
+            for path in parent.iterdir()
+            if _DIRECTORY.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        )
 
 
 def remove_staging(files: LocalFiles, path: Path) -> int:
     """Remove the files of one staging directory and the directory; returns the bytes that were in them."""
     freed = 0
-    for name in sorted(os.listdir(path)) if path.is_dir() else ():
-        freed += (path / name).lstat().st_size
-        files.unlink(path / name)
+    for entry in sorted(path.iterdir()) if path.is_dir() else ():
+        freed += entry.lstat().st_size
+        files.unlink(entry)
     files.remove_dir(path)
     return freed

@@ -14,7 +14,8 @@ from kvformat.codec.shard import encode_header, sum_record
 from kvformat.spec import canonical, digests
 from kvformat.spec.layout import Layout
 from kvformat.testing.dataset_files import DatasetFiles, dump
-from kvformat.testing.vectors import VALID, fill
+from kvformat.testing.vectors import VALID
+from kvformat.testing.vectors.values import fill
 
 HUGE = 2**21 + 1  # tokens of 4096 bytes
 SMALL = 3
