@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from benchmarks.memory import page_aligned
+
 if TYPE_CHECKING:
     import torch
 
@@ -128,7 +130,7 @@ class Corpus:
         rng = np.random.default_rng(7)
         pool = rng.standard_normal(_POOL_ITEMS, dtype=np.float32).view(np.uint32) >> 16
         items = np.tile(pool.astype(np.uint16), 2)
-        self.blob = np.empty(self.offsets[-1], dtype=np.uint8)
+        self.blob = page_aligned(self.offsets[-1])
         self._ids: list[np.ndarray] = []
         for index, nbytes in enumerate(self.nbytes_of):
             target = self.payload(index).view(np.uint16)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import numpy as np
+from benchmarks.memory import page_aligned
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -42,10 +42,11 @@ memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Destination:
-    """A reused buffer whose pages exist, in the three forms a copy may want: array, memoryview, address."""
+    """A reused page-aligned buffer whose pages exist, in the forms a copy may want: array, memoryview, address."""
 
     def __init__(self, nbytes: int) -> None:
-        self.array = np.full(nbytes, 0xA5, dtype=np.uint8)
+        self.array = page_aligned(nbytes)
+        self.array[:] = 0xA5
         self.view = memoryview(self.array)
         self.address = int(self.array.ctypes.data)
 

@@ -215,7 +215,7 @@ class Record:
         if offset % limits.ALIGNMENT or offset + placement.nbytes != end or (self._slot == 0 and offset != 0):
             raise make_error(
                 "E054",
-                f"the record lies at {offset}, its dims {dims} make it {placement.nbytes} bytes, the next begins at {end}",
+                f"the record lies at {offset}, its dims {dims} make it {placement.nbytes} bytes, the next is at {end}",
                 path=path,
                 record=self.index,
             )
