@@ -637,8 +637,8 @@ def check_schema(schema: dict[str, Any], manifest: dict[str, Any]) -> None:  # n
         fault("E037", "a codec is not raw")  # 8.8
     by_name, scales = {c["name"]: c for c in components}, scale_names(schema)
     for c in components:
-        if c["dtype"] not in EIGHT_BIT and "quant" in c:
-            fault("E038", "quant at a component of another dtype")  # 8.9
+        if (c["dtype"] not in EIGHT_BIT or c["role"] == "other") and "quant" in c:
+            fault("E038", "quant at a component of another dtype, or of role other")  # 8.9
         if c["dtype"] in EIGHT_BIT and "quant" not in c and c["role"] != "other":
             fault("E038", "an 8-bit component without quant")  # 8.9
         if c["role"] in ("key_scale", "value_scale") and c["name"] not in scales:
@@ -656,7 +656,7 @@ def check_schema(schema: dict[str, Any], manifest: dict[str, Any]) -> None:  # n
                 fault("E038", "a scale does not fit")  # 8.9
     owned = {layer for c in components if c["role"] in KV_ROLES for layer in c["layers"]}
     if not ascending([entry["layer"] for entry in shared]) or any(
-        entry["layer"] in owned or entry["source"] not in owned for entry in shared
+        entry["layer"] in owned or entry["layer"] >= 65_536 or entry["source"] not in owned for entry in shared
     ):
         fault("E039", "shared layers are not in order, or own K/V, or their source does not")  # 8.10
     forms: dict[str, list[Any]] = {
