@@ -76,7 +76,7 @@ def test_every_bit_of_the_other_files(kind: str, first: int, tiny: DatasetFiles,
 def opened(reader: MemoryReader, verify: str) -> Dataset:
     identity, manifest, layout = load_manifest(reader)
     options = {"verify": verify, "io": "mmap", "max_open_files": 4}
-    return Dataset(reader, location="/dataset", id=identity, manifest=manifest, layout=layout, options=options)
+    return Dataset(reader, location="/dataset", dataset_id=identity, manifest=manifest, layout=layout, options=options)
 
 
 def contents(dataset: Dataset) -> list[bytes]:
