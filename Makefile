@@ -76,7 +76,7 @@ test: check vectors $(MODEL)/config.json
 	KVFORMAT_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 bench: $(BENCH_VENV)/.bench
-	for script in benchmarks/bench_*.py; do $(BENCH_VENV)/bin/python "$$script"; done
+	$(BENCH_VENV)/bin/python -m benchmarks.all
 
 clean:
 	rm -rf build dist out .bench .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info
