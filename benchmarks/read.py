@@ -8,27 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import typer
 
 from benchmarks import peers
+from benchmarks.command import run_command
 from benchmarks.contenders import MEMMOVE, MMAP, Open, check_records, opened
 from benchmarks.harness import (
     Bar,
     Contender,
     Series,
     alternate,
-    print_bars,
-    print_facts,
     print_missing,
     print_notes,
     print_table,
-    single_threaded,
-    workspace,
 )
-from benchmarks.shapes import SHAPES, Corpus, Shape
+from benchmarks.shapes import Corpus, Shape
 
 LMDB = "LMDB"
 SAFETENSORS = "safetensors, shard"
@@ -88,25 +83,5 @@ def _bars(shape: Shape, found: dict[str, Series]) -> list[Bar]:
     return bars
 
 
-def main(
-    rounds: Annotated[int, typer.Option(help="Rounds that are counted.")] = 11,
-    shape: Annotated[list[str] | None, typer.Option(help="large or small; both when absent.")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Peers that take part; all when absent.")] = None,
-    fraction: Annotated[float, typer.Option(help="Part of the records, for a trial run.")] = 1.0,
-    *,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the data under .bench/.")] = False,
-) -> None:
-    """Random records copied into a reused buffer."""
-    single_threaded()
-    bars: list[Bar] = []
-    with workspace("read", keep=keep) as path:
-        print_facts(path)
-        for name in shape or list(SHAPES):
-            home = path / name
-            home.mkdir()
-            bars += measure(SHAPES[name].scaled(fraction), home, rounds=rounds, names=peer or peers.PEERS)
-    print_bars(bars)
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    run_command("Random records copied into a reused buffer.", measure, name="read", rounds=11)

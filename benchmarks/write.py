@@ -11,27 +11,22 @@ import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from benchmarks import ours, peers
+from benchmarks.command import run_command
 from benchmarks.contenders import check_records, reason
 from benchmarks.harness import (
     Bar,
     Contender,
     Series,
     alternate,
-    print_bars,
-    print_facts,
     print_missing,
     print_notes,
     print_table,
-    single_threaded,
-    workspace,
     write_synced,
 )
-from benchmarks.shapes import SHAPES, Corpus, Shape
+from benchmarks.shapes import Corpus, Shape
 
 RAW = "raw write + fsync"
 
@@ -128,25 +123,5 @@ def _bars(shape: Shape, found: dict[str, Series], best: Series | None) -> list[B
     return bars
 
 
-def main(
-    rounds: Annotated[int, typer.Option(help="Rounds that are counted.")] = 7,
-    shape: Annotated[list[str] | None, typer.Option(help="large or small; both when absent.")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Peers that take part; all when absent.")] = None,
-    fraction: Annotated[float, typer.Option(help="Part of the records, for a trial run.")] = 1.0,
-    *,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the data under .bench/.")] = False,
-) -> None:
-    """Writing until durable."""
-    single_threaded()
-    bars: list[Bar] = []
-    with workspace("write", keep=keep) as path:
-        print_facts(path)
-        for name in shape or list(SHAPES):
-            home = path / name
-            home.mkdir()
-            bars += measure(SHAPES[name].scaled(fraction), home, rounds=rounds, names=peer or peers.PEERS)
-    print_bars(bars)
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    run_command("Writing until durable.", measure, name="write", rounds=7)

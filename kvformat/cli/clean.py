@@ -77,8 +77,9 @@ def _take(root: Path, held: dict[Path, DirectoryLease]) -> list[Path]:
 
 def _remove(root: Path, held: dict[Path, DirectoryLease]) -> int:
     """Remove what is held; returns the bytes that are free now."""
+    from kvformat.spec.paths import STAGING
     from kvformat.storage.local_write import LocalFiles
-    from kvformat.write.staging import STAGING, remove_staging
+    from kvformat.write.staging import remove_staging
 
     files = LocalFiles()
     freed = sum(_freed(found) for found in held)

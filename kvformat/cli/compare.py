@@ -15,6 +15,7 @@ from kvformat.read.check_covered import InverseFrequencies, TensorList, read_cov
 from kvformat.read.dataset import Dataset
 from kvformat.spec import canonical
 from kvformat.spec.context import TensorDigest
+from kvformat.spec.paths import covered_path
 
 __all__ = ["Change", "Comparison", "Records", "compare"]
 
@@ -192,7 +193,7 @@ def _content(dataset: Dataset, name: str, kind: type[T]) -> T | None:
     try:
         return canonical.convert(canonical.decode(data), kind)
     except KVFormatError as error:
-        path = dataset.reader.path(f"files/{file.sha256}")
+        path = dataset.reader.path(covered_path(file.sha256))
         raise make_error("E044", f"covered file {name!r}: {error.message}", path=path) from None
 
 

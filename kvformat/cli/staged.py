@@ -12,9 +12,10 @@ from msgspec import Struct
 
 from kvformat.errors import KVFormatError
 from kvformat.spec import canonical
+from kvformat.spec.paths import STAGING
 from kvformat.storage.faults import translated
 from kvformat.storage.lease import DirectoryLease
-from kvformat.write.staging import STAGING, Plan, Receipt, stagings
+from kvformat.write.staging import Plan, Receipt, stagings
 
 __all__ = ["StagedWork", "directories", "is_directory", "look", "look_all", "others"]
 

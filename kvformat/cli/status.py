@@ -13,6 +13,7 @@ from kvformat.cli import output
 from kvformat.cli.group import FAULTS
 from kvformat.codes import CODES
 from kvformat.errors import KVFormatError, make_error
+from kvformat.spec.paths import STAGING
 
 if TYPE_CHECKING:
     from kvformat.cli.staged import StagedWork
@@ -81,9 +82,9 @@ def status(
 
 def _published(root: Path) -> tuple[_Published | None, set[str], KVFormatError | None]:
     """What is published, the files it names, and what keeps it from being read."""
-    from kvformat.read.dataset import ROOT, open_dataset
-    from kvformat.read.index import part_path
+    from kvformat.read.dataset import open_dataset
     from kvformat.spec.manifest import parse_root
+    from kvformat.spec.paths import ROOT, covered_path, manifest_path, part_path
     from kvformat.spec.tables import TABLES
 
     if not os.path.lexists(root / ROOT):
@@ -92,8 +93,8 @@ def _published(root: Path) -> tuple[_Published | None, set[str], KVFormatError |
         dataset = open_dataset(root)
         manifest = dataset.manifest
         reference = parse_root(dataset.reader.read(ROOT)).manifest.sha256
-        named = {ROOT, f"manifest/{reference}.json"}
-        named |= {f"files/{file.sha256}" for file in manifest.files}
+        named = {ROOT, manifest_path(reference)}
+        named |= {covered_path(file.sha256) for file in manifest.files}
         named |= {part_path(part.sha256) for table in TABLES for part in manifest.parts(table)}
         named |= {dataset.index.shard(ordinal).path for ordinal in range(manifest.totals.shards)}
     except KVFormatError as error:
@@ -125,7 +126,7 @@ def _orphans(root: Path, named: set[str]) -> tuple[_Orphan, ...]:
         ]
     found = []
     for name in walked:
-        if name not in named and name.partition("/")[0] != ".staging":
+        if name not in named and name.partition("/")[0] != STAGING:
             try:
                 found.append(_Orphan(path=name, nbytes=(root / name).lstat().st_size))
             except FileNotFoundError:  # a writer goes on meanwhile

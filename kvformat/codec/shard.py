@@ -10,7 +10,7 @@ from kvformat.errors import KVFormatError, make_error
 from kvformat.spec import digests
 from kvformat.spec.layout import Layout, Placement
 
-__all__ = ["encode_header", "header_fault", "shard_path", "sum_record"]
+__all__ = ["encode_header", "header_fault", "sum_record"]
 
 _METADATA = re.compile(rb'\{"__metadata__":\{"kvformat":"[0-9.]+","ordinal":"([0-9]+)","schema":"([0-9a-f]{64})"\}')
 
@@ -53,11 +53,6 @@ def header_fault(
     return make_error(
         "E063", f"the header differs from the one its rows demand at byte {at}: {found[at : at + 24]!r}", path=path
     )
-
-
-def shard_path(ordinal: int, sha256: bytes) -> str:
-    """Path of a shard in the dataset."""
-    return f"shards/{ordinal // 1000:05d}/{ordinal:08d}-{sha256[:8].hex()}.safetensors"
 
 
 def sum_record(dims: Sequence[int], sums: Sequence[int]) -> tuple[bytes, bytes]:

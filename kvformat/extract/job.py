@@ -14,6 +14,7 @@ from kvformat.extract.size import require_space
 from kvformat.read.dataset import Dataset, open_dataset
 from kvformat.spec import canonical
 from kvformat.spec.layout import Layout
+from kvformat.spec.paths import ROOT
 from kvformat.storage.location import local_path
 from kvformat.write.create import create
 from kvformat.write.writer import Writer
@@ -27,7 +28,6 @@ __all__ = ["Phase", "Progress", "extract_plan", "run"]
 
 ContextKind = Literal["derive", "unknown"]
 Phase = Literal["read", "load", "extract", "publish"]
-ROOT = "kvformat.json"
 
 
 class Progress(Protocol):

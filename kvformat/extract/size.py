@@ -11,6 +11,7 @@ from msgspec import Struct
 from kvformat.errors import make_error
 from kvformat.spec import limits
 from kvformat.spec.layout import Layout
+from kvformat.spec.paths import STAGING
 from kvformat.spec.schema import Schema
 
 __all__ = ["Estimate", "estimate_size", "require_space"]
@@ -140,5 +141,5 @@ def _existing(path: Path) -> Path:
 
 def _staged(out: Path) -> int:
     """Bytes of the finished shards an interrupted run left: those with a receipt beside them."""
-    finished = (file for file in (out / ".staging").rglob("*.shard") if file.with_suffix(".json").exists())
+    finished = (file for file in (out / STAGING).rglob("*.shard") if file.with_suffix(".json").exists())
     return sum(file.stat().st_size for file in finished)

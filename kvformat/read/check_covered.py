@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated
@@ -13,13 +12,13 @@ from kvformat.errors import KVFormatError, make_error
 from kvformat.spec import canonical, limits
 from kvformat.spec.context import Context, TensorDigest
 from kvformat.spec.manifest import CoveredFile
-from kvformat.storage.local_read import LocalReader
+from kvformat.spec.paths import covered_path
+from kvformat.storage.local_read import LocalReader, OpenFile, sha256_of
 
 __all__ = ["InverseFrequencies", "TensorList", "check_covered", "read_covered"]
 
 Real = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Integer = Annotated[int, Meta(ge=0, le=limits.MAX_INTEGER)]
-_BLOCK = 1 << 20
 
 
 class TensorList(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,22 +42,15 @@ class InverseFrequencies(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 def read_covered(reader: LocalReader, file: CoveredFile) -> bytes:
     """A covered file whose digest was checked; E002, E003, E005, E006."""
-    name = f"files/{file.sha256}"
-    data = reader.read(name, nbytes=file.size)
-    if hashlib.sha256(data).hexdigest() != file.sha256:
-        raise make_error(
-            "E006", f"the SHA-256 of covered file {file.name!r} differs: restore it", path=reader.path(name)
-        )
-    return data
+    return bytes(_open_checked(reader, file).read(0, file.size))
 
 
 def check_covered(reader: LocalReader, file: CoveredFile, context: Context) -> Iterator[KVFormatError]:
     """Digest of a covered file, and E044 of its content in a dataset of this context."""
-    path = reader.path(f"files/{file.sha256}")
+    opened = _open_checked(reader, file)
     if file.name not in ("weights", "inv_freq"):
-        yield from _check_digest(reader, file, path)
         return
-    data = read_covered(reader, file)
+    path, data = opened.path, bytes(opened.read(0, file.size))
     try:
         if file.name == "weights":
             tensors = canonical.convert(canonical.decode(data), TensorList).tensors
@@ -76,10 +68,8 @@ def check_covered(reader: LocalReader, file: CoveredFile, context: Context) -> I
         yield make_error("E044", f"covered file {file.name!r}: {error.message}", path=path)
 
 
-def _check_digest(reader: LocalReader, file: CoveredFile, path: str) -> Iterator[KVFormatError]:
-    opened = reader.open(f"files/{file.sha256}", nbytes=file.size)
-    digest = hashlib.sha256()
-    for offset in range(0, file.size, _BLOCK):
-        digest.update(opened.read(offset, min(_BLOCK, file.size - offset)))
-    if digest.hexdigest() != file.sha256:
-        yield make_error("E006", f"the SHA-256 of covered file {file.name!r} differs: restore it", path=path)
+def _open_checked(reader: LocalReader, file: CoveredFile) -> OpenFile:
+    opened = reader.open(covered_path(file.sha256), nbytes=file.size)
+    if sha256_of(opened, file.size).hex() != file.sha256:
+        raise make_error("E006", f"the SHA-256 of covered file {file.name!r} differs: restore it", path=opened.path)
+    return opened

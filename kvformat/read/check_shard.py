@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,11 +13,9 @@ from kvformat.read.index import ShardRow
 from kvformat.read.record import Record
 from kvformat.read.shards import Checks, OpenShard
 from kvformat.spec.document import MASKS, Document, unpack_media
-from kvformat.storage.local_read import OpenFile
+from kvformat.storage.local_read import OpenFile, sha256_of
 
 __all__ = ["check_header", "check_record", "check_sha256"]
-
-_BLOCK = 1 << 20
 
 
 def check_header(dataset: Dataset, row: ShardRow, file: OpenFile) -> KVFormatError | None:
@@ -66,16 +63,12 @@ def check_record(
 
 def check_sha256(row: ShardRow, file: OpenFile, progress: Callable[[int], None]) -> KVFormatError | None:
     """E077 of a shard."""
-    digest = hashlib.sha256()
-    for offset in range(0, row.size, _BLOCK):
-        block = file.read(offset, min(_BLOCK, row.size - offset))
-        digest.update(block)
-        progress(len(block))
-    if digest.digest() == row.sha256:
+    digest = sha256_of(file, row.size, progress)
+    if digest == row.sha256:
         return None
     return make_error(
         "E077",
-        f"the shard's SHA-256 is {digest.hexdigest()}, expected {row.sha256.hex()}: restore the file",
+        f"the shard's SHA-256 is {digest.hex()}, expected {row.sha256.hex()}: restore the file",
         path=file.path,
     )
 

@@ -16,6 +16,7 @@ from kvformat.spec import limits
 from kvformat.spec.context import Context, Text, differences
 from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import Manifest, parse_manifest, parse_root
+from kvformat.spec.paths import ROOT, STAGING, manifest_path
 from kvformat.spec.schema import SHARED_ROLES, Schema
 from kvformat.storage.local_read import LocalReader
 from kvformat.storage.location import local_path
@@ -26,7 +27,6 @@ __all__ = ["IO", "Dataset", "Verify", "load_manifest", "open_dataset"]
 Verify = Literal["first", "always", "off"]
 IO = Literal["auto", "mmap", "pread"]
 _LEVELS = {"off": 0, "first": 1, "always": 2}
-ROOT = "kvformat.json"
 
 
 class Dataset:
@@ -260,7 +260,7 @@ def load_manifest(reader: LocalReader, *, expected_id: str | None = None) -> tup
     except KVFormatError as error:
         if error.code != "E002":
             raise
-        staged = (reader.root / ".staging").is_dir()
+        staged = (reader.root / STAGING).is_dir()
         raise make_error(
             "E001",
             "no dataset is published here"
@@ -271,7 +271,7 @@ def load_manifest(reader: LocalReader, *, expected_id: str | None = None) -> tup
     if expected_id is not None and identity != expected_id.lower():
         raise make_error("E007", f"the dataset id is {identity}, expected {expected_id}", path=path)
     root = parse_root(data, path=path)
-    name = f"manifest/{root.manifest.sha256}.json"
+    name = manifest_path(root.manifest.sha256)
     manifest_bytes = reader.read(name, nbytes=root.manifest.size)
     if hashlib.sha256(manifest_bytes).hexdigest() != root.manifest.sha256:
         raise make_error("E006", "the manifest's SHA-256 is not the root's: restore the file", path=reader.path(name))

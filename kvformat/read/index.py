@@ -9,13 +9,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from kvformat.codec.index import Columns
-from kvformat.codec.shard import shard_path
 from kvformat.errors import make_error
 from kvformat.spec import digests
 from kvformat.spec.manifest import Manifest
+from kvformat.spec.paths import part_path, shard_path
 from kvformat.storage.local_read import LocalReader, OpenFile
 
-__all__ = ["IndexReader", "ShardRow", "part_path"]
+__all__ = ["IndexReader", "ShardRow"]
 
 
 class ShardRow(NamedTuple):
@@ -257,8 +257,3 @@ class IndexReader:
                 yield slots[at]
                 at += 1
             number += 1
-
-
-def part_path(sha256: str) -> str:
-    """Path of an index part in the dataset."""
-    return f"index/{sha256}.safetensors"

@@ -14,10 +14,11 @@ from kvformat.errors import KVFormatError, make_error
 from kvformat.read import check_index
 from kvformat.read.check_covered import check_covered
 from kvformat.read.check_shard import check_header, check_record, check_sha256
-from kvformat.read.dataset import ROOT, Dataset, load_manifest
-from kvformat.read.index import ShardRow, part_path
+from kvformat.read.dataset import Dataset, load_manifest
+from kvformat.read.index import ShardRow
 from kvformat.spec import limits, tables
 from kvformat.spec.manifest import parse_root
+from kvformat.spec.paths import ROOT, STAGING, covered_path, manifest_path, part_path
 from kvformat.storage.local_read import LocalReader
 from kvformat.storage.location import local_path
 from kvformat.storage.mounts import prefers_pread
@@ -136,7 +137,7 @@ class _Verification:
         manifest, index = dataset.manifest, dataset.index
         expected = {ROOT, self._manifest_path()}
         for file in manifest.files:
-            expected.add(f"files/{file.sha256}")
+            expected.add(covered_path(file.sha256))
             self._add(check_covered(self._reader, file, manifest.context))
         sound = {}
         for table in tables.TABLES:
@@ -163,7 +164,7 @@ class _Verification:
 
     def _manifest_path(self) -> str:
         root = parse_root(self._reader.read(ROOT, max_nbytes=limits.MAX_ROOT_NBYTES))
-        return f"manifest/{root.manifest.sha256}.json"
+        return manifest_path(root.manifest.sha256)
 
     def _shards(self, dataset: Dataset) -> list[ShardRow]:
         found = []
@@ -206,12 +207,12 @@ class _Verification:
     def _check_unknown(self, expected: set[str]) -> None:
         staging = False
         for name in self._reader.walk():
-            if name.startswith(".staging/"):
+            if name.startswith(f"{STAGING}/"):
                 staging = True
             elif name not in expected:
                 self._warn("W001", "the dataset does not name this file; readers ignore it", name)
         if staging:
-            self._warn("W002", "staged work lies here; see `kvformat status` and `kvformat clean`", ".staging")
+            self._warn("W002", "staged work lies here; see `kvformat status` and `kvformat clean`", STAGING)
 
     # -- findings ------------------------------------------------------------------------------------------------
 

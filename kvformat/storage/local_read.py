@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from kvformat.errors import make_error
 from kvformat.storage.faults import translated
 
-__all__ = ["FileIdentity", "LocalReader", "OpenFile"]
+__all__ = ["FileIdentity", "LocalReader", "OpenFile", "sha256_of"]
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MAX_READ = 1 << 30
+_HASH_BLOCK = 1 << 20
 
 
 class FileIdentity(NamedTuple):
@@ -143,6 +146,17 @@ class LocalReader:
             links = [name for name in folders if (Path(folder) / name).is_symlink()]
             found += [(relative / name).as_posix() for name in [*files, *links]]
         return sorted(found)
+
+
+def sha256_of(file: OpenFile, nbytes: int, progress: Callable[[int], None] | None = None) -> bytes:
+    """SHA-256 of the first ``nbytes`` bytes, block by block; ``progress`` is told the size of each block."""
+    digest = hashlib.sha256()
+    for offset in range(0, nbytes, _HASH_BLOCK):
+        block = file.read(offset, min(_HASH_BLOCK, nbytes - offset))
+        digest.update(block)
+        if progress is not None:
+            progress(len(block))
+    return digest.digest()
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:

@@ -17,9 +17,10 @@ import numpy as np
 import xxhash
 
 from kvformat.codec import index
-from kvformat.codec.shard import encode_header, shard_path
+from kvformat.codec.shard import encode_header
 from kvformat.spec import digests, tables
 from kvformat.spec.layout import Layout, Placement
+from kvformat.spec.paths import covered_path, manifest_path, part_path, shard_path
 from kvformat.spec.schema import Schema
 from kvformat.testing.part_file import Array, PartFile, lookup_columns
 
@@ -74,10 +75,10 @@ class DatasetFiles:
         directory = Path(path)
         root_text = (directory / "kvformat.json").read_bytes()
         reference = json.loads(root_text)["manifest"]["sha256"]
-        found = cls(root_text, (directory / f"manifest/{reference}.json").read_bytes())
+        found = cls(root_text, (directory / manifest_path(reference)).read_bytes())
         for table in tables.TABLES:
             for entry in found.manifest["index"][table]:
-                data = bytearray((directory / f"index/{entry['sha256']}.safetensors").read_bytes())
+                data = bytearray((directory / part_path(entry["sha256"])).read_bytes())
                 found.parts[table].append(found.part_of(table, data, entry))
         found.covered = [
             bytearray((directory / "files" / entry["sha256"]).read_bytes()) for entry in found.manifest["files"]
@@ -140,7 +141,7 @@ class DatasetFiles:
 
     def part_paths(self, table: str) -> list[str]:
         """Paths of the parts of a table."""
-        return [f"index/{hashlib.sha256(part.data).hexdigest()}.safetensors" for part in self.parts[table]]
+        return [part_path(hashlib.sha256(part.data).hexdigest()) for part in self.parts[table]]
 
     def manifest_path(self) -> str:
         """Path of the manifest, as the root has it; where the root is beyond that, as its digest demands."""
@@ -150,7 +151,7 @@ class DatasetFiles:
             stated = ""
         if not isinstance(stated, str) or not _HEX64.fullmatch(stated):
             stated = hashlib.sha256(self.manifest_text).hexdigest()
-        return f"manifest/{stated}.json"
+        return manifest_path(stated)
 
     def names(self) -> list[bytes]:
         """All names, in the order of the names table."""
@@ -364,7 +365,7 @@ class DatasetFiles:
         found: dict[str, bytes] = {"kvformat.json": self.root_text, self.manifest_path(): self.manifest_text}
         for table, parts in self.parts.items():
             found.update(zip(self.part_paths(table), (bytes(part.data) for part in parts), strict=True))
-        found.update((f"files/{hashlib.sha256(data).hexdigest()}", bytes(data)) for data in self.covered)
+        found.update((covered_path(hashlib.sha256(data).hexdigest()), bytes(data)) for data in self.covered)
         found.update(zip(self.shard_paths(), map(bytes, self.shards), strict=True))
         return found
 

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kvformat.codec.shard import shard_path
 from kvformat.errors import make_error
 from kvformat.spec import canonical
 from kvformat.spec.manifest import Index, LookupPart, Manifest, ManifestRef, NamesPart, Part, Root
+from kvformat.spec.paths import ROOT, covered_path, manifest_path, part_path, shard_path
 from kvformat.storage.faults import translated
 from kvformat.storage.lease import exclusive
 from kvformat.storage.local_write import LocalFiles
@@ -17,9 +17,8 @@ from kvformat.write.rows import EncodedPart
 from kvformat.write.shard import hash_file
 from kvformat.write.staging import Receipt, Staging
 
-__all__ = ["ROOT", "Publication", "encode_root", "index_of", "publish"]
+__all__ = ["Publication", "encode_root", "index_of", "publish"]
 
-ROOT = "kvformat.json"
 _SEAL_TIMEOUT_S = 600.0
 
 
@@ -126,22 +125,22 @@ def publish(
     targets: list[tuple[Path, str]] = [
         (staging.shard(r.ordinal), shard_path(r.ordinal, bytes.fromhex(r.sha256))) for r in receipts
     ]
-    for data, folder, suffix in [
-        *((part.data, "index", ".safetensors") for part in parts),
-        *((data, "files", "") for data in covered.values()),
-        (manifest_bytes, "manifest", ".json"),
+    for data, path_of in [
+        *((part.data, part_path) for part in parts),
+        *((data, covered_path) for data in covered.values()),
+        (manifest_bytes, manifest_path),
     ]:
-        digest = hashlib.sha256(data).hexdigest()
-        targets.append((staging.add_file(f"{folder}-{digest}", data), f"{folder}/{digest}{suffix}"))
+        target = path_of(hashlib.sha256(data).hexdigest())
+        targets.append((staging.add_file(target.partition(".")[0].replace("/", "-"), data), target))
     staged_root = staging.add_file("root", root_bytes)
 
     def busy() -> Exception:
         return make_error("E117", "another writer is publishing here for more than ten minutes", path=root)
 
     with exclusive(root, timeout_s=_SEAL_TIMEOUT_S, refusal=busy) as lease:
-        target = root / ROOT
-        if target.exists():
-            _compare(target, root_bytes)
+        published = root / ROOT
+        if published.exists():
+            _compare(published, root_bytes)
             return root_bytes
         publication = Publication(files, root)
         try:
@@ -150,10 +149,10 @@ def publish(
             publication.sync()
             files.sync_dir(root)
             files.sync_dir(root.parent)
-            if not files.link(staged_root, target):
-                _compare(target, root_bytes)
+            if not files.link(staged_root, published):
+                _compare(published, root_bytes)
         except BaseException:
-            if undo and lease.supported and not target.exists():
+            if undo and lease.supported and not published.exists():
                 publication.undo()
             raise
         files.sync_dir(root)

@@ -12,13 +12,13 @@ from msgspec import Struct
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.spec import canonical
+from kvformat.spec.paths import STAGING
 from kvformat.storage.faults import translated
 from kvformat.storage.lease import DirectoryLease
 from kvformat.storage.local_write import LocalFiles
 
-__all__ = ["STAGING", "Plan", "Receipt", "StagedRecord", "Staging", "remove_staging", "stagings"]
+__all__ = ["Plan", "Receipt", "StagedRecord", "Staging", "remove_staging", "stagings"]
 
-STAGING = ".staging"
 _DIRECTORY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}")
 _RECEIPT = re.compile(r"([0-9]{8})\.json")
 

@@ -20,13 +20,14 @@ from kvformat.spec.digests import context_digest, schema_digest
 from kvformat.spec.document import Document, Mask, Media
 from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import CoveredFile, Manifest, Skipped, Totals, parse_manifest, parse_root
+from kvformat.spec.paths import ROOT
 from kvformat.spec.rules import check_schema
 from kvformat.spec.schema import Schema
 from kvformat.storage.faults import translated
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write.record import RecordEncoder
 from kvformat.write.rows import EncodedPart, Tables
-from kvformat.write.seal import ROOT, encode_root, index_of, publish
+from kvformat.write.seal import encode_root, index_of, publish
 from kvformat.write.shard import ShardWriter, hash_file
 from kvformat.write.staging import Plan, Receipt, Staging
 

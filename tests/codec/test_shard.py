@@ -9,9 +9,10 @@ import safetensors.torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvformat.codec.shard import encode_header, header_fault, shard_path, sum_record
+from kvformat.codec.shard import encode_header, header_fault, sum_record
 from kvformat.spec import digests
 from kvformat.spec.layout import Layout
+from kvformat.spec.paths import shard_path
 from kvformat.spec.schema import Schema
 from kvformat.testing.strategies import schemas
 
