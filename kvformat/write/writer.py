@@ -509,7 +509,8 @@ class Writer:
 
     def _shutdown(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            # A writer that can resume lets complete shards get their receipts: they are what the next run starts from.
+            self._pool.shutdown(wait=True, cancel_futures=not self._resume)
             self._pool = None
         self._finishing.clear()
 
