@@ -1,8 +1,8 @@
 """A reference reader of kvformat 1.0, written from SPEC.md alone: simple and literal, not fast.
 
 ``read`` verifies a dataset completely (level 4) and returns its records, or raises ``Refused`` with the first fault.
-Comments such as ``# 13.5`` name the section of SPEC.md that a check implements. Faults are looked for in the order
-root, manifest, index parts and covered files, shards, records; where several apply to one place, in order of codes.
+Comments such as ``# 13.5`` name the section of SPEC.md that a check implements. Files are looked at in the order of
+4.7; where several faults are in one file or record, the first code is reported.
 
     python reference_reader.py PATH [--expected-id HEX]        prints one JSON object, never a value
 """
@@ -87,29 +87,25 @@ def align(n: int, a: int) -> int:
 
 
 class Store:
-    """The files of a dataset by relative path. Only the directory itself may be reached through a link."""
+    """The files of a dataset by relative path."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def size(self, path: str) -> int:
-        """The size of a regular file; E002 where nothing is there, E003 where it is another thing or behind a link."""
-        place, info = self.directory, None
-        steps = path.split("/")
-        for depth, step in enumerate(steps):
-            place /= step
-            try:
-                info = place.lstat()
-            except (OSError, ValueError) as error:  # ValueError where the caller's path cannot be a path
-                if isinstance(error, ValueError) or error.errno in (errno.ENOENT, errno.ENOTDIR):
-                    raise Refused("E002", "no such file", path) from None  # 4.1
-                raise
-            wanted = stat.S_ISREG if depth == len(steps) - 1 else stat.S_ISDIR
-            if stat.S_ISLNK(info.st_mode) or (wanted is stat.S_ISREG and not wanted(info.st_mode)):
-                raise Refused("E003", "not a regular file", path)  # 4.2
-            if not wanted(info.st_mode):
-                raise Refused("E002", "a part of the path is not a directory", path)
-        assert info is not None
+        """The size of a regular file; E002 where nothing is there, E003 where it is another thing."""
+        try:
+            info = (self.directory / path).lstat()
+        except ValueError:  # the caller's path cannot be a path
+            raise Refused("E002", "no such file", path) from None  # 4.1
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise Refused("E002", "no such file", path) from None  # 4.1
+            if error.errno == errno.ELOOP:
+                raise Refused("E003", "a directory on the way is a link to itself", path) from None  # 4.2
+            raise
+        if not stat.S_ISREG(info.st_mode):
+            raise Refused("E003", "not a regular file", path)  # 4.2
         return info.st_size
 
     def chunks(self, path: str, first: int, length: int) -> Iterator[bytes]:
@@ -138,20 +134,38 @@ class Store:
         return digest.hexdigest()
 
     def unknown(self, known: set[str]) -> set[str]:
-        """W001 where a file is not in ``known``, W002 where ``.staging`` holds anything (4.6)."""
+        """W001 where a file or link is not in ``known``, W002 where one lies below ``.staging`` (4.2, 4.6)."""
         found, stack = set(), [""]
         while stack:
             folder = stack.pop()
             with os.scandir(self.directory / folder) as entries:
                 for entry in entries:
-                    if folder == ".staging/":
-                        found.add("W002")
-                        break
+                    name = folder + entry.name
                     if entry.is_dir(follow_symlinks=False):
-                        stack.append(folder + entry.name + "/")
-                    elif folder + entry.name not in known:
-                        found.add("W001")
+                        stack.append(name + "/")
+                    elif name not in known:
+                        found.add("W002" if name.startswith(".staging/") else "W001")
         return found
+
+
+def check_size(store: Store, path: str, size: int) -> None:
+    """The file is there, is regular, and has the size its parent states."""
+    if store.size(path) != size:
+        raise Refused("E005", "not the size its parent states", path)  # 4.3
+
+
+def check_digest(path: str, found: str, stated: str) -> None:
+    """The SHA-256 is the one its parent states."""
+    if found != stated:
+        raise Refused("E006", "not the digest its parent states", path)  # 4.4
+
+
+def read_stated(store: Store, path: str, stated: dict[str, Any]) -> bytes:
+    """All bytes of the manifest or of a part, of the size and digest its parent states."""
+    check_size(store, path, stated["size"])
+    data = store.read(path, 0, stated["size"])
+    check_digest(path, hashlib.sha256(data).hexdigest(), stated["sha256"])
+    return data
 
 
 # -------------------- canonical JSON: section 5
@@ -427,7 +441,7 @@ MANIFEST = members({
     "provenance": mapping(string()),
     "schema": SCHEMA,
     "shard_slots": integer(1, 10_000),
-    "skipped": array(members({"input": integer(), "name": string(), "reason": string()})),
+    "skipped": array(members({"input": integer(0, LIMIT - 1), "name": string(), "reason": string()})),
     "text": TEXT,
     "totals": members(dict.fromkeys(("names", "nbytes", "records", "shards", "tokens"), integer())),
     "version": VERSION,
@@ -548,15 +562,10 @@ def open_root(store: Store, expected_id: str | None) -> tuple[str, dict[str, Any
     return dataset_id, root
 
 
-def open_manifest(store: Store, root: dict[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0912
+def open_manifest(store: Store, root: dict[str, Any]) -> dict[str, Any]:  # noqa: C901
     """The manifest, checked by itself (level 1)."""
     path = f"manifest/{root['manifest']['sha256']}.json"
-    if store.size(path) != root["manifest"]["size"]:
-        raise Refused("E005", "not the size the root states", path)  # 4.3
-    data = store.read(path, 0, root["manifest"]["size"])
-    if hashlib.sha256(data).hexdigest() != root["manifest"]["sha256"]:
-        raise Refused("E006", "not the digest the root states", path)  # 4.4
-    manifest = decode(data, path)
+    manifest = decode(read_stated(store, path, root["manifest"]), path)
     well_formed(manifest, MANIFEST, path)
     for name in ("format", "version", "requires"):
         if manifest.get(name) != root.get(name):
@@ -621,7 +630,7 @@ def check_schema(schema: dict[str, Any], manifest: dict[str, Any]) -> None:  # n
         fault("E032", "dims do not begin with tokens, or an axis names no dim")  # 8.3
     if any(size == 0 or (type(size) is dict and size["last"] == 0) for size in sizes):
         fault("E033", "a size is 0")  # 8.4
-    if layout(schema, dict.fromkeys(dims, 1))[-1].end >= LIMIT:
+    if sum(t.end - t.first for t in layout(schema, dict.fromkeys(dims, 1)) if t.name not in ("sums", "pad")) >= LIMIT:
         fault("E033", "the least record is too large")  # 8.4
     if derived_header_size(schema, manifest["shard_slots"], manifest["version"]) > 100_000_000:
         fault("E033", "the header of a shard is too large")  # 8.4
@@ -683,6 +692,14 @@ def bad_real(text: str) -> bool:
     return not math.isfinite(struct.unpack(">d", bytes.fromhex(text))[0]) or text == "8000000000000000"
 
 
+def bad_groups(groups: list[list[int]]) -> bool:
+    """Whether layers of groups are empty, not in order, too large, or in two groups (9.1, 9.7)."""
+    every = [layer for layers in groups for layer in layers]
+    return any(not layers or not ascending(layers) or layers[-1] > 65_535 for layers in groups) or (
+        len(set(every)) < len(every) or not ascending([layers[0] for layers in groups])
+    )
+
+
 def check_context(context: dict[str, Any], path: str) -> None:
     """The rules of section 9 about the context."""
     if (context["kind"] == "model") != ("model" in context):
@@ -700,11 +717,8 @@ def check_context(context: dict[str, Any], path: str) -> None:
             raise Refused("E042", "a RoPE group does not fit its kind", path)  # 9.2
     if any(map(bad_real, reals)):
         raise Refused("E042", "a real is not finite, or -0", path)  # 9.3
-    for groups in ([g["layers"] for g in model["rope"]], [g["layers"] for g in model["windows"]]):
-        every = [layer for layers in groups for layer in layers]
-        if any(not layers or not ascending(layers) or layers[-1] > 65_535 for layers in groups) or (
-            len(set(every)) < len(every) or not ascending([layers[0] for layers in groups])
-        ):
+    for groups in (model["rope"], model["windows"]):
+        if bad_groups([group["layers"] for group in groups]):
             raise Refused("E042", "layers of groups are not in order, or overlap", path)  # 9.1
 
 
@@ -754,57 +768,54 @@ class Index(NamedTuple):
     names: list[list[str]]  # by record
 
 
-def check_covered(data: bytes, label: str, manifest: dict[str, Any]) -> None:
-    """The content of a covered file that section 9 owns; E044 whatever is wrong (9.5)."""
-    path = f"covered file {label}"
+def check_covered(store: Store, path: str, file: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """The content of a covered file that section 9 owns; E044 whatever is wrong (9.5 to 9.7)."""
+    label = file["name"]
+    if file["size"] > 67_108_864:
+        raise Refused("E044", "the covered file is too large", path)  # 9.6
     try:
-        content = decode(data, path)
-        well_formed(content, WEIGHTS_FILE if label == "weights" else INV_FREQ_FILE, path)
+        content = decode(store.read(path, 0, file["size"]), path)
+        well_formed(content, WEIGHTS_FILE if label == "weights" else INV_FREQ_FILE, path)  # 9.5
     except Refused as fault:
         raise Refused("E044", fault.message, path) from None
     if label == "inv_freq":
-        if any(bad_real(value) for group in content["groups"] for value in group["values"]):
-            raise Refused("E044", "a real is not finite, or -0", path)
+        if any(not group["values"] or any(map(bad_real, group["values"])) for group in content["groups"]):
+            raise Refused("E044", "values are missing, not finite, or -0", path)  # 5, 9.7
+        if bad_groups([group["layers"] for group in content["groups"]]):
+            raise Refused("E044", "layers of groups are not in order, or overlap", path)  # 9.7
         return
     if not ascending([tensor["name"] for tensor in content["tensors"]]):
-        raise Refused("E044", "tensors are not in order", path)
+        raise Refused("E044", "tensors are not in order", path)  # 9.5
     model = manifest["context"].get("model")
     if model and any(tensor["dtype"] != model["compute_dtype"] for tensor in content["tensors"]):
-        raise Refused("E044", "a dtype is not the compute dtype", path)
+        raise Refused("E044", "a dtype is not the compute dtype", path)  # 9.5
 
 
 def read_index(store: Store, manifest: dict[str, Any]) -> tuple[Index, set[str]]:
-    """All parts and covered files, checked; and the paths of them (level 2, and the padding of level 4)."""
-    index = manifest["index"]
-    parts = [(f"index/{part['sha256']}.safetensors", part, table) for table in TABLES for part in index[table]]
-    covered = [("files/" + file["sha256"], file, "") for file in manifest["files"]]
-    faults: Faults = []
-    for path, entry, _ in parts + covered:
-        try:
-            if store.size(path) != entry["size"]:
-                faults.append(Refused("E005", "not the size the manifest states", path))  # 4.3
-        except Refused as fault:
-            faults.append(fault)
-    lowest(faults)
-    for path, entry, _ in parts + covered:
-        if store.sha256(path, entry["size"]) != entry["sha256"]:
-            raise Refused("E006", "not the digest the manifest states", path)  # 4.4
-    for path, file, _ in covered:
-        if file["name"] in ("weights", "inv_freq"):
-            check_covered(store.read(path, 0, file["size"]), file["name"], manifest)
+    """All parts and covered files, checked; and their paths (level 2, and the padding of level 4)."""
+    paths: set[str] = set()
     tables: dict[str, list[dict[str, bytes]]] = {table: [] for table in TABLES}
-    for path, part, table in parts:
-        data = store.read(path, 0, part["size"])
-        header, tensors, _ = part_layout(table, part, manifest["version"], len(manifest["schema"]["dims"]))
-        if not data.startswith(header):
-            raise Refused("E051", "the header is not the one that table and counts demand", path)  # 13.2
-        base = len(header)
-        tables[table].append({t.name: data[base + t.first : base + t.end] for t in tensors})
-    checked = check_tables(tables, manifest)
-    for (path, _, _), columns in zip(parts, [c for table in TABLES for c in tables[table]], strict=True):
-        if any(name.endswith(".pad") and any(column) for name, column in columns.items()):
-            raise Refused("E076", "padding is not zero", path)  # 13.2
-    return checked, {path for path, _, _ in parts + covered}
+    for table in TABLES:
+        for part in manifest["index"][table]:
+            path = f"index/{part['sha256']}.safetensors"
+            paths.add(path)
+            data = read_stated(store, path, part)
+            header, tensors, _ = part_layout(table, part, manifest["version"], len(manifest["schema"]["dims"]))
+            if not data.startswith(header):
+                raise Refused("E051", "the header is not the one that table and counts demand", path)  # 13.2
+            columns = {t.name: data[len(header) + t.first : len(header) + t.end] for t in tensors}
+            if any(name.endswith(".pad") and any(column) for name, column in columns.items()):
+                raise Refused("E076", "padding is not zero", path)  # 13.2
+            tables[table].append(columns)
+    index = check_tables(tables, manifest)
+    for file in manifest["files"]:
+        path = "files/" + file["sha256"]
+        paths.add(path)
+        check_size(store, path, file["size"])
+        check_digest(path, store.sha256(path, file["size"]), file["sha256"])
+        if file["name"] in ("weights", "inv_freq"):
+            check_covered(store, path, file, manifest)
+    return index, paths
 
 
 def check_tables(tables: dict[str, list[dict[str, bytes]]], manifest: dict[str, Any]) -> Index:  # noqa: C901, PLR0912, PLR0915
@@ -863,8 +874,9 @@ def check_tables(tables: dict[str, list[dict[str, bytes]]], manifest: dict[str, 
     of_record, inputs = numbers("names", "record"), numbers("names", "input")
     if of_record != sorted(of_record) or sorted(set(of_record)) != list(range(total)):
         fault("E056", "names", "records descend, or one has no name, or one does not exist")  # 13.7
-    if len(set(inputs)) < len(inputs) or max(inputs) >= LIMIT:
-        fault("E056", "names", "an input occurs twice or is too large")  # 13.7
+    every_input = inputs + [entry["input"] for entry in manifest["skipped"]]
+    if len(set(every_input)) < len(every_input) or max(inputs) >= LIMIT:
+        fault("E056", "names", "an input occurs twice, or in skipped too, or is too large")  # 13.7
     if not ascending(list(zip(of_record, inputs, strict=True))):
         fault("E056", "names", "inputs of a record do not ascend")  # 13.7
     texts: list[str] = []
@@ -913,47 +925,42 @@ def shard_path(ordinal: int, sha256: str) -> str:
     return f"shards/{ordinal // 1000:05}/{ordinal:08}-{sha256[:16]}.safetensors"
 
 
-def check_shards(store: Store, manifest: dict[str, Any], index: Index) -> set[str]:
-    """Existence, sizes and headers of all shards (level 2); returns their paths."""
-    faults: Faults = []
-    paths = [shard_path(ordinal, sha256) for ordinal, (sha256, _, _) in enumerate(index.shards)]
-    for path, (_, size, _) in zip(paths, index.shards, strict=True):
-        try:
-            if store.size(path) != size:
-                faults.append(Refused("E005", "not the size the shards table states", path))  # 4.3
-        except Refused as fault:
-            faults.append(fault)
-    lowest(faults)
-    schema_digest = digest("kvf1/schema", encode(manifest["schema"]).encode())
-    ends = [*(first for _, _, first in index.shards[1:]), len(index.offsets)]
-    metadata = r'\{"__metadata__":\{"kvformat":"[^"]*","ordinal":"(0|[1-9][0-9]{0,7})","schema":"([0-9a-f]{64})"\}'
-    for ordinal, (path, (_, _, first), end) in enumerate(zip(paths, index.shards, ends, strict=True)):
-        length = manifest["header_size"] - 8
-        data = store.read(path, 0, manifest["header_size"])
-        if data[:8] != struct.pack("<Q", length):
-            raise Refused("E061", "the header length is not header_size - 8", path)  # 12.2.1
-        records = [(index.offsets[r], layout(manifest["schema"], index.dims[r])) for r in range(first, end)]
-        if data[8:] != shard_header(manifest["version"], ordinal, schema_digest, records).encode().ljust(length):
-            found = re.match(metadata, data[8:].decode("latin-1"))
-            if found and (found[1], found[2]) != (str(ordinal), schema_digest):
-                raise Refused("E062", "the header is that of another shard or schema", path)  # 12.2.3
-            raise Refused("E063", "the header is not the one its rows demand", path)  # 12.2.2
-    return set(paths)
-
-
-# -------------------- records: sections 11, 12.1
-
-
-def read_records(store: Store, manifest: dict[str, Any], index: Index) -> list[Record]:
-    """All records, verified, and the SHA-256 of every shard (levels 3 and 4)."""
-    records = []
+def read_shards(store: Store, manifest: dict[str, Any], index: Index) -> tuple[list[Record], set[str]]:
+    """All shards with their records, verified, and their paths (levels 2 to 4)."""
+    records: list[Record] = []
+    paths = set()
     ends = [*(first for _, _, first in index.shards[1:]), len(index.offsets)]
     for ordinal, ((sha256, size, first), end) in enumerate(zip(index.shards, ends, strict=True)):
         path = shard_path(ordinal, sha256)
-        records += [read_record(store, path, manifest, index, record) for record in range(first, end)]
+        paths.add(path)
+        check_size(store, path, size)
+        numbers = range(first, end)
+        check_header(store, path, manifest, ordinal, [(index.offsets[r], index.dims[r]) for r in numbers])
+        records += [read_record(store, path, manifest, index, record) for record in numbers]
         if store.sha256(path, size) != sha256:
             raise Refused("E077", "not the digest the shards table states", path)  # 12.2.4
-    return records
+    return records, paths
+
+
+def check_header(
+    store: Store, path: str, manifest: dict[str, Any], ordinal: int, rows: list[tuple[int, dict[str, int]]]
+) -> None:
+    """The header of a shard whose records have these offsets and dims."""
+    length = manifest["header_size"] - 8
+    data = store.read(path, 0, manifest["header_size"])
+    if data[:8] != struct.pack("<Q", length):
+        raise Refused("E061", "the header length is not header_size - 8", path)  # 12.2.1
+    schema_digest = digest("kvf1/schema", encode(manifest["schema"]).encode())
+    records = [(offset, layout(manifest["schema"], dims)) for offset, dims in rows]
+    if data[8:] != shard_header(manifest["version"], ordinal, schema_digest, records).encode().ljust(length):
+        metadata = r'\{"__metadata__":\{"kvformat":"[0-9.]+","ordinal":"([0-9]+)","schema":"([0-9a-f]{64})"\}'
+        found = re.match(metadata, data[8:].decode("latin-1"))
+        if found and (found[1], found[2]) != (str(ordinal), schema_digest):
+            raise Refused("E062", "the header is that of another shard or schema", path)  # 12.2.3
+        raise Refused("E063", "the header is not the one its rows demand", path)  # 12.2.2
+
+
+# -------------------- records: sections 11, 12.1
 
 
 def read_record(store: Store, path: str, manifest: dict[str, Any], index: Index, number: int) -> Record:  # noqa: C901, PLR0912
@@ -1039,9 +1046,8 @@ def read(path: str | os.PathLike[str], expected_id: str | None = None) -> Datase
         dataset_id, root = open_root(store, expected_id)
         manifest = open_manifest(store, root)
         index, known = read_index(store, manifest)
-        known |= check_shards(store, manifest, index)
-        records = read_records(store, manifest, index)
-        known |= {"kvformat.json", f"manifest/{root['manifest']['sha256']}.json"}
+        records, shards = read_shards(store, manifest, index)
+        known |= shards | {"kvformat.json", f"manifest/{root['manifest']['sha256']}.json"}
         warnings = store.unknown(known)
     except PermissionError as error:
         raise Refused("E207", f"not permitted: {error.strerror}") from None
