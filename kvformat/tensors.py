@@ -13,7 +13,7 @@ from kvformat.errors import make_error
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["flat_bytes", "from_buffer", "stored_bytes", "torch_dtype"]
+__all__ = ["flat_bytes", "from_buffer", "stored_bytes", "torch_dtype", "writable_bytes"]
 
 _NAMES = {
     "BF16": "bfloat16",
@@ -25,6 +25,14 @@ _NAMES = {
     "I32": "int32",
     "U8": "uint8",
     "U64": "uint64",
+}
+_LITTLE = {
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "I8": np.dtype("i1"),
+    "I32": np.dtype("<i4"),
+    "U8": np.dtype("u1"),
+    "U64": np.dtype("<u8"),
 }
 
 
@@ -67,6 +75,25 @@ def flat_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
     return found
 
 
+def writable_bytes(out: Any) -> memoryview:
+    """Bytes of anything one can copy into: a contiguous CPU tensor, an array, a buffer. E081 where one cannot."""
+    what = type(out).__name__
+    if not isinstance(out, memoryview):
+        import torch
+
+        if isinstance(out, torch.Tensor):
+            if out.device.type != "cpu" or not out.is_contiguous():
+                raise make_error("E081", f"expected a contiguous CPU tensor, found one on {out.device}")
+            out = out.detach().as_strided((out.numel(),), (1,)).view(torch.uint8).numpy()
+    try:
+        view = memoryview(out)
+        if not view.readonly and view.c_contiguous:
+            return view.cast("B") if view.nbytes else memoryview(bytearray())
+    except (TypeError, ValueError):
+        pass
+    raise make_error("E081", f"expected a contiguous, writable buffer, found {what}")
+
+
 def stored_bytes(value: Any, *, dtype: str, shape: tuple[int, ...], what: str, record: str) -> NDArray[np.uint8]:
     """The bytes of a tensor as they are stored: row-major, ``[nbytes]`` uint8; a view where the tensor allows it.
 
@@ -88,6 +115,9 @@ def stored_bytes(value: Any, *, dtype: str, shape: tuple[int, ...], what: str, r
         return _numpy_bytes(value, dtype, shape, what, record)
     import torch
 
+    if type(value) is torch.Tensor and value.layout is torch.strided and _is_plain(value, torch_dtype(dtype), shape):
+        plain: NDArray[np.uint8] = value.view(torch.uint8).numpy()
+        return plain.reshape(-1)
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
         found_kind = f"{value.layout} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise make_error("E081", f"{what}: expected a dense tensor, found {found_kind}", record=record)
@@ -100,7 +130,21 @@ def stored_bytes(value: Any, *, dtype: str, shape: tuple[int, ...], what: str, r
     return found
 
 
+def _is_plain(value: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor's memory is what is stored. Most are, and the general way costs as much as copying 100 kB."""
+    return (
+        value.dtype is dtype
+        and value.shape == shape
+        and value.is_cpu
+        and value.numel() > 1  # one element with an odd stride counts as contiguous
+        and value.is_contiguous()
+        and not (value.requires_grad or value.is_neg() or value.is_conj())
+    )
+
+
 def _numpy_bytes(value: NDArray[Any], dtype: str, shape: tuple[int, ...], what: str, record: str) -> NDArray[np.uint8]:
+    if type(value) is np.ndarray and value.dtype == _LITTLE.get(dtype) and value.shape == shape and value.flags.carray:
+        return value.reshape(-1).view(np.uint8)
     _check(value.shape, value.dtype.name, _NAMES[dtype], dtype, shape, what, record)
     little = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
     return little.reshape(-1).view(np.uint8)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.read.index import IndexReader
@@ -21,6 +22,10 @@ from kvformat.spec.schema import SHARED_ROLES, Schema
 from kvformat.storage.local_read import LocalReader
 from kvformat.storage.location import local_path
 from kvformat.storage.mounts import prefers_pread
+from kvformat.tensors import writable_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["IO", "Dataset", "Verify", "load_manifest", "open_dataset"]
 
@@ -70,7 +75,7 @@ class Dataset:
         self._slab_of = _slab_map(schema)
         self._layers = {c.name: c.layers for c in schema.components}
         self._length = manifest.totals.records
-        self._shards = ShardPool(
+        self.shards = ShardPool(
             reader,
             self.index,
             max_open_files=options["max_open_files"],
@@ -141,7 +146,7 @@ class Dataset:
         number = key if type(key) is int else self._number(key)
         if not 0 <= number < self._length:
             number = self._wrap(number)
-        return Record(self, number, self._shards.get(self.index.shard_of(number)))
+        return Record(self, number, self.shards.holding(number))
 
     def __iter__(self) -> Iterator[Record]:
         for number in range(self._length):
@@ -157,6 +162,96 @@ class Dataset:
             raise make_error("E081", "a document digest is 32 bytes; see kvformat.document_digest")
         number = self.index.find_document(document)
         return None if number is None else self[number]
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def read_into(self, key: int | str, out: Any) -> int:
+        """Copy all components of a record into a reused buffer, in one pass; returns the number of bytes.
+
+        The quickest way from storage to a buffer of one's own: no tensor is made. The bytes are the record's *body*,
+        as stored: its components one behind the other by descending item size, and in the order of the schema where
+        that is equal, so K and then V of :meth:`Schema.uniform`. (Where components have different item sizes, extras
+        in between are copied along.) :meth:`tensors_in` gives the tensors.
+
+        Parameters
+        ----------
+        key
+            Number or name of the record.
+        out
+            Where to copy to, at the start of it: a contiguous CPU tensor of any dtype, a numpy array, or any other
+            writable buffer. A memoryview of bytes costs least.
+
+        Raises
+        ------
+        LookupFailedError
+            E080 without such a record.
+        DamageError
+            E053, E054, E070 to E074 where the bytes are not those that were written. ``out`` may hold them then.
+        ValueError
+            E081 where ``out`` cannot be written to, or is too small.
+        """
+        if type(key) is int and 0 <= key < self._length and type(out) is memoryview and out.contiguous:
+            pool = self.shards
+            shard = pool.listed[bisect_right(pool.firsts, key) - 1]
+            if shard is not None:
+                at = 2 * (key - shard.first)
+                end = shard.spans[at + 1]
+                if end:
+                    start = shard.spans[at]
+                    nbytes = end - start
+                    try:
+                        out[:nbytes] = shard.memory[start:end]  # type: ignore[index]  # spans are of mapped shards
+                    except (TypeError, ValueError, NotImplementedError):
+                        pass  # not bytes, not writable, or too small: said below
+                    else:
+                        return nbytes
+        return self[key].copy_body(writable_bytes(out))
+
+    def read_slab_into(self, key: int | str, role: str, layer: int, out: Any) -> int:
+        """Copy one layer of a record into a reused buffer; returns the number of bytes.
+
+        Parameters
+        ----------
+        key
+            Number or name of the record.
+        role, layer
+            As for :meth:`Record.slab`.
+        out
+            As for :meth:`read_into`; the slab's bytes are row-major, for K and V ``[tokens, heads, head_dim]``.
+
+        Raises
+        ------
+        KVFormatError
+            As :meth:`read_into` and :meth:`Record.slab`.
+        """
+        name, row = self._slab_of.get((role, layer)) or self.slab_of(role, layer)
+        if type(key) is int and 0 <= key < self._length and type(out) is memoryview and out.contiguous:
+            pool = self.shards
+            shard = pool.listed[bisect_right(pool.firsts, key) - 1]
+            if shard is not None:
+                slot = key - shard.first
+                if shard.spans[2 * slot + 1]:
+                    placement, start = shard.places[slot]  # type: ignore[misc]  # known of a record with a span
+                    placed = placement.tensors[name]
+                    nbytes = placed.slab_nbytes
+                    start += placed.offset + row * nbytes
+                    try:
+                        out[:nbytes] = shard.memory[start : start + nbytes]  # type: ignore[index]  # as above
+                    except (TypeError, ValueError, NotImplementedError):
+                        pass  # as above
+                    else:
+                        return nbytes
+        return self[key].copy_slab(writable_bytes(out), name, row)
+
+    def tensors_in(self, buffer: Any, key: int | str) -> dict[str, torch.Tensor]:
+        """Components of a record whose body :meth:`read_into` copied to the start of ``buffer``.
+
+        Returns
+        -------
+        dict
+            By component name, views of ``buffer``, ``[layers, *axes]``.
+        """
+        return self[key].tensors_in(writable_bytes(buffer))
 
     def names(self) -> Iterator[tuple[str, int]]:
         """All names with the number of their record, by record."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from kvformat.codec.index import Columns
@@ -140,6 +140,14 @@ class IndexReader:
         if position < 0:
             raise make_error("E052", f"no shard holds record {record}", path=self.shards.path(number))
         return self.shards.starts[number] + position
+
+    def first_records(self, *, at_most: int) -> list[int]:
+        """First record of every shard, ascending; empty where there are more shards, or the table is damaged."""
+        if self._manifest.totals.shards > at_most or len(self.shards.parts) != 1:
+            return []
+        firsts: list[int] = self.shards.part(0).flat["first_record"].tolist()
+        sound = firsts[0] == 0 and all(before < after for before, after in pairwise(firsts))
+        return firsts if sound else []
 
     def shard(self, ordinal: int) -> ShardRow:
         """A shard's row, checked for what a reader relies on.

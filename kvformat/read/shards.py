@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import MutableSequence
 from typing import TYPE_CHECKING
 
 from kvformat.errors import make_error
 from kvformat.read.index import IndexReader, ShardRow
+from kvformat.spec.layout import Placement
 from kvformat.storage.local_read import FileIdentity, LocalReader, OpenFile
 from kvformat.tensors import from_buffer
 
@@ -17,13 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Checks", "OpenShard", "ShardPool"]
 
+TOUCHED = 1 << 61
 SUMS_CHECKED = 1 << 62
-ROW_CHECKED = 1 << 63
 _BITS = 60
+_LISTED = 1 << 14
 
 
 class Checks:
-    """What was verified of the records of one file: a bit a tensor, and two for sums and row."""
+    """What was verified of the records of one file: a bit a tensor, and two for sums and first touch."""
 
     __slots__ = ("flags", "identity", "slabs")
 
@@ -35,14 +38,32 @@ class Checks:
 
 
 class OpenShard:
-    """A shard file, checked for its size, with views of it by dtype."""
+    """A shard file, checked for its size, with views of it by dtype.
 
-    __slots__ = ("_views", "checks", "file", "row")
+    Attributes
+    ----------
+    first, end
+        Numbers of its first record, and of the next shard's.
+    memory
+        The mapped file, or None where it is read by ranges.
+    places
+        By record of the shard, its layout and its start in the file, once they were checked.
+    spans
+        Two numbers a record: first and last byte of its body in the file, once nothing is left to verify of that; else
+        zeros. One array: a record costs one line of the processor's cache.
+    """
+
+    __slots__ = ("_views", "checks", "end", "file", "first", "memory", "places", "row", "spans")
 
     def __init__(self, row: ShardRow, file: OpenFile, checks: Checks) -> None:
         self.row = row
+        self.first = row.first
+        self.end = row.end
         self.file = file
+        self.memory = None if file.mapped is None else memoryview(file.mapped)
         self.checks = checks
+        self.places: list[tuple[Placement, int] | None] = [None] * (row.end - row.first)
+        self.spans = array("Q", bytes(16 * (row.end - row.first)))
         self._views: dict[str, torch.Tensor] = {}
 
     def view(self, dtype: str) -> torch.Tensor:
@@ -58,6 +79,13 @@ class ShardPool:
 
     A shard that is dropped stays mapped as long as tensors refer to it. What was verified is kept, and forgotten when
     the file turns out to be another one.
+
+    Attributes
+    ----------
+    firsts
+        By ordinal, the first record of every shard, in ascending order; empty where there are too many to list.
+    listed
+        Where :attr:`firsts` is not empty, the open shards by ordinal, None in place of others.
     """
 
     def __init__(self, reader: LocalReader, index: IndexReader, *, max_open_files: int, tensors: int) -> None:
@@ -68,6 +96,8 @@ class ShardPool:
         self._limit = max_open_files
         self._tensors = tensors
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self.firsts: list[int] = []
+        self.listed: list[OpenShard | None] = [None]
         self._checks: dict[int, Checks] = {}
 
     @property
@@ -75,15 +105,27 @@ class ShardPool:
         """Shards held open."""
         return len(self._open)
 
+    def holding(self, record: int) -> OpenShard:
+        """The open shard that holds a record of the dataset."""
+        return self.get(bisect_right(self.firsts, record) - 1 if self.firsts else self._index.shard_of(record))
+
     def get(self, ordinal: int) -> OpenShard:
         """An open shard."""
         found = self._open.get(ordinal)
-        if found is not None:
+        if found is None:
+            return self._add(ordinal)
+        if len(self._open) >= self._limit:  # else none will be dropped, and their order is of no account
             try:
                 self._open.move_to_end(ordinal)
             except KeyError:  # another thread dropped it meanwhile
                 self._open[ordinal] = found
-            return found
+        return found
+
+    def _add(self, ordinal: int) -> OpenShard:
+        if not self.firsts:
+            firsts = self._index.first_records(at_most=_LISTED)
+            self.listed = [None] * max(len(firsts), 1)
+            self.firsts = firsts
         row = self._index.shard(ordinal)
         file = self._reader.open(row.path, nbytes=row.size)
         checks = self._checks.get(ordinal)
@@ -91,9 +133,13 @@ class ShardPool:
             checks = self._checks[ordinal] = Checks(file.identity, row.end - row.first, self._tensors)
         shard = OpenShard(row, file, checks)
         self._open[ordinal] = shard
+        if self.firsts:
+            self.listed[ordinal] = shard
         while len(self._open) > self._limit:
             try:
-                self._open.popitem(last=False)
+                dropped, _ = self._open.popitem(last=False)
             except KeyError:
                 break
+            if self.firsts:
+                self.listed[dropped] = None
         return shard

@@ -51,14 +51,25 @@ class Placement:
         Bytes up to the end of the last tensor.
     nbytes
         Bytes of the whole record, a multiple of 4096.
+    body, body_nbytes
+        Start and bytes of the body: everything from the first component to the last one, in stored order.
+    body_bounds
+        See :meth:`Layout.body_slabs`.
+    body_bits
+        One bit for each tensor of the body but ``sums``, as :attr:`Placed.bit` numbers them.
     """
 
-    __slots__ = ("dims", "end", "nbytes", "sums", "tensors")
+    __slots__ = ("body", "body_bits", "body_bounds", "body_nbytes", "dims", "end", "nbytes", "sums", "tensors")
 
-    def __init__(self, dims: tuple[int, ...], tensors: dict[str, Placed]) -> None:
+    def __init__(self, dims: tuple[int, ...], tensors: dict[str, Placed], body: Sequence[str]) -> None:
         self.dims = dims
         self.tensors = tensors
         self.sums = tensors["sums"]
+        self.body_bounds: list[tuple[int, int]] = []
+        first, last = tensors[body[0]], tensors[body[-1]]
+        self.body = first.offset
+        self.body_nbytes = last.offset + last.nbytes - first.offset
+        self.body_bits = sum(1 << tensors[name].bit for name in body if tensors[name].bit >= 0)
         self.end = max(placed.offset + placed.nbytes for placed in tensors.values())
         self.nbytes = align(self.end, limits.ALIGNMENT)
 
@@ -82,6 +93,8 @@ class Layout:
         Entries of the ``sums`` table: slabs of all components, then extras.
     first_sum
         Index in ``sums`` of a component's first slab, or of an extra, by name.
+    body
+        Names of the tensors from the first component to the last one, in stored order.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -103,6 +116,12 @@ class Layout:
         self.num_sums = at
         shapes = [*components, _Shape("sums", "U64", 8, (at,), -1, 1), *extras]
         self._shapes = sorted(shapes, key=lambda shape: -shape.item)  # a stable sort keeps schema order
+        stored = [shape.name for shape in self._shapes]
+        places = sorted(stored.index(component.name) for component in schema.components)
+        self.body = tuple(stored[places[0] : places[-1] + 1]) if places else ()
+        summed = [shape for shape in (*components, *extras) if shape.name in self.body]
+        self._body_sums = [self.first_sum[shape.name] + slab for shape in summed for slab in range(shape.slabs)]
+        self._body_slabs = [(shape.name, slab) for shape in summed for slab in range(shape.slabs)]
 
     def place(self, dims: tuple[int, ...]) -> Placement:
         """Layout of a record with these dims; E111 beyond the limits."""
@@ -114,12 +133,28 @@ class Layout:
             self._cache[dims] = found
         return found
 
+    def body_slabs(self, placement: Placement) -> tuple[list[int], list[tuple[int, int]]]:
+        """Of every slab and extra in the body, its index in ``sums``, and where it begins and ends in the body."""
+        if not placement.body_bounds:
+            bounds = []
+            for name, slab in self._body_slabs:
+                placed = placement.tensors[name]
+                begin = placed.offset - placement.body + slab * placed.slab_nbytes
+                bounds.append((begin, begin + placed.slab_nbytes))
+            placement.body_bounds = bounds
+        return self._body_sums, placement.body_bounds
+
     def header(self, version: str, ordinal: int, placements: Sequence[Placement]) -> bytes:
         """Header JSON of a shard of these records, without length and padding spaces."""
         parts = [self._head(version, str(ordinal))]
         start = 0
+        known: dict[Placement, list[tuple[str, int, int]]] = {}
         for slot, placement in enumerate(placements):
-            parts.append(self._entries(slot, start, placement))
+            entries = known.get(placement)
+            if entries is None:
+                entries = known[placement] = self._entries(placement)
+            number = f"{slot:04d}"
+            parts += [f',"{number}{words}{start + first},{start + end}]}}' for words, first, end in entries]
             start += placement.nbytes
         parts.append("}")
         return "".join(parts).encode("ascii")
@@ -140,15 +175,13 @@ class Layout:
         return f'{{"__metadata__":{{"kvformat":"{version}","ordinal":"{ordinal}","schema":"{digest}"}}'
 
     @staticmethod
-    def _entries(slot: int, start: int, placement: Placement) -> str:
-        parts = [
-            _entry(slot, t.name, t.dtype, t.shape, start + t.offset, start + t.offset + t.nbytes)
-            for t in placement.tensors.values()
-        ]
+    def _entries(placement: Placement) -> list[tuple[str, int, int]]:
+        """Of each tensor, what stands between slot and offsets; offsets from the start of the record."""
+        found = [(_words(t.name, t.dtype, t.shape), t.offset, t.offset + t.nbytes) for t in placement.tensors.values()]
         pad = placement.nbytes - placement.end
         if pad:
-            parts.append(_entry(slot, "pad", "U8", (pad,), start + placement.end, start + placement.nbytes))
-        return "".join(parts)
+            found.append((_words("pad", "U8", (pad,)), placement.end, placement.nbytes))
+        return found
 
     def _axes(self, axes: tuple[Axis, ...]) -> tuple[int | tuple[str, int], ...]:
         found: list[int | tuple[str, int]] = []
@@ -198,7 +231,7 @@ class Layout:
                 shape.bit,
             )
             offset += nbytes
-        placement = Placement(dims, tensors)
+        placement = Placement(dims, tensors, self.body)
         if placement.nbytes > limits.MAX_FILE_NBYTES:
             raise make_error(
                 "E111", f"a record of dims {dims} has {placement.nbytes} bytes, at most 2^48-1 are allowed"
@@ -220,6 +253,9 @@ def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def _words(name: str, dtype: str, shape: tuple[int, ...]) -> str:
+    return f'/{name}":{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":['
+
+
 def _entry(slot: int, name: str, dtype: str, shape: tuple[int, ...], first: int, end: int) -> str:
-    sizes = ",".join(map(str, shape))
-    return f',"{slot:04d}/{name}":{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{first},{end}]}}'
+    return f',"{slot:04d}{_words(name, dtype, shape)}{first},{end}]}}'

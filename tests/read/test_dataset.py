@@ -457,7 +457,7 @@ def test_open_files_are_bounded_and_views_outlive_them(saved, io: str) -> None:
     views = [record.component("h") for record in dataset]
     wanted = [VALID["record-without-pad"].tensors(number)["h"][2] for number in range(len(dataset))]
     gc.collect()
-    assert dataset._shards.num_open == 1
+    assert dataset.shards.num_open == 1
     assert [stored(view) for view in views] == wanted
 
 
@@ -471,7 +471,7 @@ def test_descriptors_are_bounded(saved) -> None:
             dataset[number].component("k")
     gc.collect()
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
-    assert dataset._shards.num_open == 2
+    assert dataset.shards.num_open == 2
 
 
 def test_mappings_go_with_the_last_view(saved) -> None:

@@ -93,7 +93,7 @@ def test_a_record_that_begins_past_2_to_33(large: Path, io: str, verify: str) ->
 def test_tensors_of_a_record_that_lie_past_2_to_32(large: Path) -> None:
     """Views over the file, whose items are numbered past 2^31 and whose elements are more than 2^30."""
     dataset = kvformat.open(large, io="mmap", verify="off")
-    shard = dataset._shards.get(0)
+    shard = dataset.shards.get(0)
     placement = dataset.layout.place((HUGE,))
     for name, bits in (("k", 0x0100), ("v", 0x0200)):
         placed = placement.tensors[name]

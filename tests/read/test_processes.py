@@ -71,7 +71,7 @@ def test_threads_share_a_dataset(saved, io: str, verify: str) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(work, range(8))) == [0] * 8
-    assert dataset._shards.num_open <= 1
+    assert dataset.shards.num_open <= 1
 
 
 def test_threads_all_see_damage(saved, flip) -> None:

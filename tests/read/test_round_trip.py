@@ -25,7 +25,7 @@ def stored(tensor: torch.Tensor) -> bytes:
 
 
 def check(case: Case, dataset: kvformat.Dataset) -> None:
-    """Every tensor, whole, by the slab, and by role and layer, has the bytes that were written."""
+    """Every tensor, whole, by the slab, by role and layer, and copied, has the bytes that were written."""
     assert len(dataset) == len(case.entries)
     for number, (record, entry) in enumerate(zip(dataset, case.entries, strict=True)):
         assert record.names == list(entry.names)
@@ -42,6 +42,28 @@ def check(case: Case, dataset: kvformat.Dataset) -> None:
             _, shape, data = tensors[extra.name]
             found = record.extra(extra.name)
             assert (tuple(found.shape), stored(found)) == (shape, data)
+
+
+def check_copies(case: Case, dataset: kvformat.Dataset) -> None:
+    """Copies into a buffer, each twice: when something is left to verify, and when nothing is."""
+    buffer = memoryview(bytearray(max(record.nbytes for record in dataset)))
+    for number in [*range(len(dataset))] * 2:
+        tensors = case.tensors(number)
+        for component in reversed(case.schema.components):
+            if component.role != "other":
+                data = tensors[component.name][2]
+                size = len(data) // len(component.layers)
+                for row, layer in enumerate(component.layers):
+                    assert dataset.read_slab_into(number, component.role, layer, buffer) == size
+                    assert buffer[:size] == data[row * size : (row + 1) * size]
+        buffer[:] = bytes(len(buffer))
+        nbytes = dataset.read_into(number, buffer)
+        assert not any(buffer[nbytes:])
+        found = dataset.tensors_in(buffer, number)
+        assert list(found) == [component.name for component in case.schema.components]
+        for name, tensor in found.items():
+            _, shape, data = tensors[name]
+            assert (tuple(tensor.shape), stored(tensor)) == (shape, data)
 
 
 def check_slabs(record: kvformat.Record, component: Component, data: bytes) -> None:
@@ -71,6 +93,7 @@ def test_round_trip_of_any_dataset(case: Case) -> None:
         for io in ("mmap", "pread"):
             for verify in ("first", "always", "off"):
                 check(case, kvformat.open(path, io=io, verify=verify))
+                check_copies(case, kvformat.open(path, io=io, verify=verify))
             slabs_first(kvformat.open(path, io=io))
         dataset = kvformat.open(path)
         assert touch_all(dataset) == 0
