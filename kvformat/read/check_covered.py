@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.spec import canonical, limits
-from kvformat.spec.context import Context, TensorDigest
+from kvformat.spec.context import Context, TensorDigest, layer_groups_problem
 from kvformat.spec.manifest import CoveredFile
 from kvformat.spec.paths import covered_path
 from kvformat.storage.local_read import LocalReader, OpenFile, sha256_of
@@ -50,7 +50,12 @@ def check_covered(reader: LocalReader, file: CoveredFile, context: Context) -> I
     opened = _open_checked(reader, file)
     if file.name not in ("weights", "inv_freq"):
         return
-    path, data = opened.path, bytes(opened.read(0, file.size))
+    path = opened.path
+    if file.size > limits.MAX_CONTENT_NBYTES:
+        message = f"covered file {file.name!r} has {file.size} bytes, at most {limits.MAX_CONTENT_NBYTES} are allowed"
+        yield make_error("E044", message, path=path)
+        return
+    data = bytes(opened.read(0, file.size))
     try:
         if file.name == "weights":
             tensors = canonical.convert(canonical.decode(data), TensorList).tensors
@@ -64,6 +69,11 @@ def check_covered(reader: LocalReader, file: CoveredFile, context: Context) -> I
             groups = canonical.convert(canonical.decode(data), InverseFrequencies).groups
             if any(not canonical.is_real(value) for group in groups for value in group.values):
                 yield make_error("E044", "an inverse frequency is NaN, infinite or -0", path=path)
+            if any(not group.values for group in groups):
+                yield make_error("E044", "a group has no inverse frequencies", path=path)
+            problem = layer_groups_problem([group.layers for group in groups])
+            if problem is not None:
+                yield make_error("E044", problem, path=path)
     except KVFormatError as error:
         yield make_error("E044", f"covered file {file.name!r}: {error.message}", path=path)
 

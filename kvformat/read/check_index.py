@@ -118,9 +118,12 @@ def check_names(index: IndexReader, manifest: Manifest) -> Faults:
         yield make_error(
             "E056", f"names end with record {previous[0]}", path=index.names.path(len(index.names.parts) - 1)
         )
+    inputs.append(np.array([skipped.input for skipped in manifest.skipped], dtype=np.int64))
     all_inputs = np.sort(np.concatenate(inputs))
     for at in _some(all_inputs[1:] == all_inputs[:-1]):
-        yield make_error("E056", f"input {all_inputs[at]} stands twice", path=index.names.path(0))
+        yield make_error(
+            "E056", f"input {all_inputs[at]} stands twice, among names or skipped documents", path=index.names.path(0)
+        )
 
 
 def check_lookups(index: IndexReader, manifest: Manifest) -> Faults:

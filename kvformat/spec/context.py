@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -24,6 +25,7 @@ __all__ = [
     "WeightsDigest",
     "Window",
     "differences",
+    "layer_groups_problem",
     "real",
     "to_float",
 ]
@@ -219,6 +221,19 @@ def to_float(value: str) -> float:
     return canonical.decode_real(value)
 
 
+def layer_groups_problem(groups: Sequence[tuple[int, ...]]) -> str | None:
+    """What is wrong with lists of layers of which no layer may stand in two; None where nothing is."""
+    seen: set[int] = set()
+    for layers in groups:
+        if not layers or any(a >= b for a, b in pairwise(layers)) or layers[-1] > limits.MAX_LAYER:
+            return f"layers must be non-empty, strictly ascending, at most {limits.MAX_LAYER}"
+        if seen.intersection(layers):
+            return "a layer stands in two groups"
+        seen.update(layers)
+    firsts = [layers[0] for layers in groups]
+    return None if firsts == sorted(firsts) else "groups must be ordered by their first layer"
+
+
 def check(context: Context, *, path: str | None = None) -> None:
     """Check the rules a context's types do not express.
 
@@ -233,21 +248,9 @@ def check(context: Context, *, path: str | None = None) -> None:
         return
     model = context.model
     for name, groups in (("rope", model.rope), ("windows", model.windows)):
-        seen: set[int] = set()
-        for group in groups:
-            layers = group.layers
-            ascending = all(a < b for a, b in pairwise(layers))
-            if not layers or not ascending or layers[-1] > limits.MAX_LAYER:
-                raise make_error(
-                    "E042",
-                    f"{name}: layers must be non-empty, strictly ascending, at most {limits.MAX_LAYER}",
-                    path=path,
-                )
-            if seen.intersection(layers):
-                raise make_error("E042", f"{name}: a layer stands in two groups", path=path)
-            seen.update(layers)
-        if [g.layers[0] for g in groups] != sorted(g.layers[0] for g in groups):
-            raise make_error("E042", f"{name}: groups must be ordered by their first layer", path=path)
+        problem = layer_groups_problem([group.layers for group in groups])
+        if problem is not None:
+            raise make_error("E042", f"{name}: {problem}", path=path)
     for group in model.rope:
         given = {
             field

@@ -7,6 +7,7 @@ __all__ = [
     "FEATURES",
     "FORMAT",
     "INDEX_ALIGNMENT",
+    "MAX_CONTENT_NBYTES",
     "MAX_FILE_NBYTES",
     "MAX_HEADER_NBYTES",
     "MAX_INTEGER",
@@ -37,6 +38,8 @@ MAX_JSON_DEPTH = 32
 MAX_INTEGER = 2**53 - 1
 MAX_ROOT_NBYTES = 65_536
 MAX_MANIFEST_NBYTES = 64 << 20
+MAX_CONTENT_NBYTES = 64 << 20
+"""Of a covered file whose content the specification owns."""
 MAX_FILE_NBYTES = 2**48 - 1
 MAX_HEADER_NBYTES = 100_000_000
 MAX_RECORDS = 2**48 - 1

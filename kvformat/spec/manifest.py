@@ -35,6 +35,7 @@ Hex64 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Hex16 = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Integer = Annotated[int, Meta(ge=0, le=limits.MAX_INTEGER)]
 FileSize = Annotated[int, Meta(ge=0, le=limits.MAX_FILE_NBYTES)]
+InputNumber = Annotated[int, Meta(ge=0, le=limits.MAX_RECORDS)]
 FileLabel = Annotated[str, Meta(pattern=r"^[a-z0-9_.-]{1,64}\Z")]
 Version = Annotated[str, Meta(pattern=r"^1\.(0|[1-9][0-9]{0,3})\Z")]
 _MAJOR_MINOR = re.compile(r"([0-9]+)\.[0-9]+", re.ASCII)
@@ -115,7 +116,7 @@ class Index(_Base, frozen=True, kw_only=True):
 class Skipped(_Base, frozen=True, kw_only=True):
     """A document that was given and not stored, and why."""
 
-    input: Integer
+    input: InputNumber
     name: str
     reason: str
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvformat.spec import limits
 from kvformat.testing.dataset_files import DatasetFiles, dump
 from kvformat.testing.mutations.edits import Edit, Mutation, drop, manifest, put
 
@@ -110,6 +111,11 @@ def _decoded(*changes: Callable[[Any], None]) -> Callable[[bytes], bytes]:
     return apply
 
 
+def _groups_descend(value: Any) -> None:
+    group = value["groups"][0]
+    value["groups"] = [{**group, "layers": [1]}, {**group, "layers": [0]}]
+
+
 def _contents() -> Iterator[tuple[str, str, Callable[[bytes], bytes], bool]]:
     """Name, label, change, and whether it becomes a vector."""
     yield "not-json", "weights", lambda _: b"weights", True
@@ -130,6 +136,14 @@ def _contents() -> Iterator[tuple[str, str, Callable[[bytes], bytes], bool]]:
         yield f"frequency-{name}", "inv_freq", _decoded(put(value, "groups", 0, "values", 0)), name == "nan"
     yield "frequency-a-number", "inv_freq", _decoded(put(1, "groups", 0, "values", 0)), False
     yield "frequencies-without-layers", "inv_freq", _decoded(drop("groups", 0, "layers")), False
+    first = ("groups", 0, "layers")
+    yield "frequencies-of-no-layer", "inv_freq", _decoded(put([], *first)), True
+    yield "frequencies-none", "inv_freq", _decoded(put([], "groups", 0, "values")), False
+    yield "frequency-layer-twice", "inv_freq", _decoded(lambda value: value["groups"].append(value["groups"][0])), True
+    yield "frequency-layer-beyond", "inv_freq", _decoded(put([65_536], *first)), False
+    yield "frequency-layers-descend", "inv_freq", _decoded(put([1, 0], *first)), False
+    yield "frequency-groups-descend", "inv_freq", _decoded(_groups_descend), False
+    yield "weights-too-large", "weights", lambda data: data.ljust(limits.MAX_CONTENT_NBYTES + 1), False
 
 
 MUTATIONS = (

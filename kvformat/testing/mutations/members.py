@@ -127,6 +127,7 @@ _MANIFEST_VALUES: tuple[tuple[Place, str, Any], ...] = (
     (("text", "truncate"), "truncate-to-none", 0),
     (("text", "canary", "token_ids"), "token-id-of-2-to-31", [2**31]),
     (("skipped", 0, "input"), "input-a-string", "0"),
+    (("skipped", 0, "input"), "input-of-2-to-48", 2**48),
 )
 _CHOSEN = {
     "minor-with-zeros", "no-features", "no-slots", "digest-a-path", "no-components", "8-axes", "size-true",
