@@ -18,6 +18,7 @@ from kvformat.errors import (
     IdentityError,
     InputError,
     KVFormatError,
+    KVFormatWarning,
     LookupFailedError,
     StorageError,
     UnsupportedError,
@@ -25,6 +26,7 @@ from kvformat.errors import (
 )
 
 if TYPE_CHECKING:
+    from kvformat import extract
     from kvformat.read.dataset import Dataset
     from kvformat.read.dataset import open_dataset as open
     from kvformat.read.record import Record
@@ -54,6 +56,7 @@ __all__ = [
     "IdentityError",
     "InputError",
     "KVFormatError",
+    "KVFormatWarning",
     "Last",
     "LookupFailedError",
     "Media",
@@ -69,6 +72,7 @@ __all__ = [
     "Writer",
     "create",
     "document_digest",
+    "extract",
     "open",
     "verify",
 ]
@@ -96,9 +100,12 @@ _LAZY = {
     "verify": "kvformat.read.verify",
 }
 _OTHER_NAME = {"open": "open_dataset"}
+_MODULES = frozenset({"extract"})
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"kvformat.{name}")
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'kvformat' has no attribute {name!r}")

@@ -16,8 +16,10 @@
     +-- StorageError (OSError)                    the storage refused: free space, mend permissions, retry
     +-- DependencyError (ImportError)             an optional package is missing: install it
 
+    KVFormatWarning (UserWarning)                 readable, but worth a look
+
 Every error carries a stable ``code`` (see ``spec/codes.md``) and, where they are known, the ``path``, the ``record``
-and the ``layer`` it is about. All of them pickle.
+and the ``layer`` it is about; a warning carries ``code`` and ``path``. All of them pickle.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ __all__ = [
     "IdentityError",
     "InputError",
     "KVFormatError",
+    "KVFormatWarning",
     "LookupFailedError",
     "StorageError",
     "UnsupportedError",
@@ -78,12 +81,7 @@ class KVFormatError(Exception):
         self.layer = layer
 
     def __str__(self) -> str:
-        where = [
-            f"{label} {value!r}" if isinstance(value, str) else f"{label} {value}"
-            for label, value in (("path", self.path), ("record", self.record), ("layer", self.layer))
-            if value is not None
-        ]
-        return f"[{self.code}] {self.message}" + (f" ({', '.join(where)})" if where else "")
+        return _text(self.code, self.message, path=self.path, record=self.record, layer=self.layer)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.code, self.path, self.record, self.layer)
@@ -137,6 +135,33 @@ class DependencyError(KVFormatError, ImportError):
     """An optional package is missing."""
 
 
+class KVFormatWarning(UserWarning):
+    """A dataset is readable, but worth a look.
+
+    Parameters
+    ----------
+    message
+        What is unusual.
+    code
+        Stable code, for example ``"W003"``; listed in ``spec/codes.md``. The text begins with it in brackets, so that
+        a filter may name it.
+    path
+        File or location the warning is about.
+    """
+
+    def __init__(self, message: str, *, code: str, path: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.path = path
+
+    def __str__(self) -> str:
+        return _text(self.code, self.message, path=self.path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_warning, (type(self), self.message, self.code, self.path)
+
+
 _CLASSES: dict[str, type[KVFormatError]] = {
     cls.__name__: cls
     for cls in (
@@ -178,3 +203,17 @@ def _rebuild(
     layer: int | None,
 ) -> KVFormatError:
     return cls(message, code=code, path=path, record=record, layer=layer)
+
+
+def _rebuild_warning(cls: type[KVFormatWarning], message: str, code: str, path: str | None) -> KVFormatWarning:
+    return cls(message, code=code, path=path)
+
+
+def _text(code: str, message: str, **where: str | int | None) -> str:
+    """Code and message, and in brackets what is known of the place."""
+    known = [
+        f"{label} {value!r}" if isinstance(value, str) else f"{label} {value}"
+        for label, value in where.items()
+        if value is not None
+    ]
+    return f"[{code}] {message}" + (f" ({', '.join(known)})" if known else "")

@@ -20,7 +20,7 @@ import pytest
 import kvformat
 import kvformat.errors
 from kvformat.codes import CODES
-from kvformat.errors import KVFormatError, make_error
+from kvformat.errors import KVFormatError, KVFormatWarning, make_error
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -57,6 +57,14 @@ def test_import_loads_nothing_heavy() -> None:
     assert "kvformat" in loaded
     assert loaded & HEAVY == set()
     assert printed == ""
+
+
+def test_extraction_is_reached_through_the_package_and_loads_no_model_library() -> None:
+    """In an interpreter of its own: whoever imports the submodule makes the attribute exist."""
+    before = "import sys, kvformat; assert 'kvformat.extract' not in sys.modules"
+    loaded, printed = loaded_by(f"{before}; print(kvformat.extract.run.__name__)")
+    assert printed == "run"
+    assert loaded & HEAVY == set()
 
 
 HELP_AS_MODULE = """
@@ -215,6 +223,25 @@ def test_error_pickles(cls: type[KVFormatError], where: dict[str, object]) -> No
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         assert same(pickle.loads(pickle.dumps(error, protocol)), error)
     assert same(copy.copy(error), error)
+
+
+@pytest.mark.parametrize("path", [None, "a/b"])
+def test_warning_pickles_and_says_its_code(path: str | None) -> None:
+    warning = KVFormatWarning("newer", code="W003", path=path)
+    assert (warning.code, warning.path, isinstance(warning, UserWarning)) == ("W003", path, True)
+    assert str(warning) == ("[W003] newer" if path is None else "[W003] newer (path 'a/b')")
+    again = pickle.loads(pickle.dumps(warning))
+    assert (type(again), str(again), vars(again)) == (KVFormatWarning, str(warning), vars(warning))
+
+
+def test_a_newer_minor_version_is_opened_with_a_warning_of_its_code() -> None:
+    path = REPOSITORY / "spec" / "vectors" / "v1" / "warn" / "W003-newer-minor" / "dataset"
+    with pytest.warns(KVFormatWarning) as caught:
+        kvformat.open(path)
+    (warning,) = (found.message for found in caught)
+    assert isinstance(warning, KVFormatWarning)
+    assert (warning.code, warning.path) == ("W003", str(path))
+    assert caught[0].filename == __file__  # the caller's line, not the library's
 
 
 def test_only_warnings_have_no_error_class() -> None:

@@ -1,14 +1,18 @@
-"""The README's quickstart runs as it stands."""
+"""The README's quickstart and commands run as they stand."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from pathlib import Path
+import pytest
+from typer.testing import CliRunner
+
+from kvformat.cli.main import app
+from tests.models import save_tiny
 
 
 def test_quickstart(repository: Path, tmp_path: Path) -> None:
@@ -16,3 +20,19 @@ def test_quickstart(repository: Path, tmp_path: Path) -> None:
     assert len(code.splitlines()) <= 22
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
     assert (tmp_path / "out" / "quickstart" / "kvformat.json").is_file()
+
+
+def test_commands(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = re.findall(r"^kvformat (.*?) +# ", (repository / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    commands = [line.replace("DIR_OR_ID", "model").split() for line in lines]
+    names = ["estimate", "extract", "inspect", "verify", "diff", "status", "clean"]
+    assert [command[0] for command in commands] == names
+    save_tiny(tmp_path / "model", "llama")
+    monkeypatch.chdir(tmp_path)
+    Path("docs.jsonl").write_text('{"id": "a", "text": "..."}\n', encoding="utf-8")
+    for command in commands:
+        if command[0] == "diff":
+            for copy in ("out/a", "out/b"):
+                shutil.copytree("out/ds", copy)
+        done = CliRunner().invoke(app, command, prog_name="kvformat")
+        assert done.exit_code == 0, (command, done.output)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvformat.cli import output
+from kvformat.cli import options, output
 from kvformat.cli.group import FAULTS
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="Dataset.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Dataset to compare it with.")],
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show what differs between two datasets.
 

@@ -33,10 +33,7 @@ def estimate(
 
     Counts tokens, bytes and shards, and compares them with the free space. Loads no weights.
     """
-    stored = options.parse_dtype(dtype, "--dtype")
-    computed = options.parse_dtype(compute_dtype, "--compute-dtype")
-    wanted = options.parse_layers(layers)
-    shard_nbytes = options.parse_size(shard_size, "--shard-size")
+    parsed = options.parse(dtype=dtype, compute_dtype=compute_dtype, layers=layers, shard_size=shard_size)
     quiet_libraries(terminal=output.is_terminal(sys.stderr))
     from kvformat import extract
 
@@ -45,13 +42,10 @@ def estimate(
         documents=documents,
         out=out,
         revision=revision,
-        dtype=stored,
-        compute_dtype=computed,
-        layers=wanted,
-        shard_nbytes=shard_nbytes,
         truncate=truncate,
         add_generation_prompt=add_generation_prompt,
         special_tokens=special_tokens,
+        **parsed,
     )
     if as_json:
         output.emit_json(_document(found))

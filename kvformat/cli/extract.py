@@ -57,12 +57,9 @@ def extract(
 
     The model is any Hugging Face decoder with a K/V cache; the dataset is published when all documents are done.
     Interrupted, the same command resumes at the last finished shard. On a finished dataset it changes nothing
-    and exits with 0, when plan and context are equal.
+    and exits with 0, when plan and context are equal. An unknown context equals nothing: there it fails with E118.
     """
-    stored = options.parse_dtype(dtype, "--dtype")
-    computed = options.parse_dtype(compute_dtype, "--compute-dtype")
-    wanted = options.parse_layers(layers)
-    shard_nbytes = options.parse_size(shard_size, "--shard-size")
+    parsed = options.parse(dtype=dtype, compute_dtype=compute_dtype, layers=layers, shard_size=shard_size)
     quiet_libraries(terminal=output.is_terminal(sys.stderr))
     try:
         from kvformat.extract import run
@@ -74,19 +71,16 @@ def extract(
                 documents=documents,
                 out=out,
                 revision=revision,
-                dtype=stored,
-                compute_dtype=computed,
                 device=device,
                 batch_size=batch_size,
                 attn_implementation=attn_implementation,
-                layers=wanted,
-                shard_nbytes=shard_nbytes,
                 truncate=truncate,
                 add_generation_prompt=add_generation_prompt,
                 special_tokens=special_tokens,
                 context="unknown" if unknown_context else "derive",
                 allow_non_finite=tuple(allow_non_finite or ()),
                 progress=watch,
+                **parsed,
             )
     except KeyboardInterrupt:
         message = "finished shards are kept, the same command resumes after them"

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from kvformat.cli import output
 from kvformat.codes import CODES
-from kvformat.errors import KVFormatError, UsageError, make_error
+from kvformat.errors import KVFormatError, KVFormatWarning, UsageError, make_error
 from kvformat.storage.faults import translate
 
 __all__ = ["EXIT_CODES", "FAILED", "FAULTS", "INTERRUPTED", "USAGE", "Commands", "exit_code"]
@@ -138,13 +138,11 @@ def _warnings_as_lines() -> Iterator[None]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            text = str(message)
-            if text.startswith("[W") and category is UserWarning:
-                code, _, rest = text.partition("] ")
-                output.complain(f"warning {code}]: {rest}")
+            if isinstance(message, KVFormatWarning):
+                output.warn(message)
             else:
                 shown(message, category, filename, lineno, file, line)
 
-        warnings.filterwarnings("always", message=r"\[W\d{3}\] ", category=UserWarning)
+        warnings.filterwarnings("always", category=KVFormatWarning)
         warnings.showwarning = show
         yield

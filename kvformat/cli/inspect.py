@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvformat.cli import output
+from kvformat.cli import options, output
 from kvformat.errors import make_error
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def inspect(
     values: Annotated[
         bool, typer.Option("--values", help="Of a record, also show token ids and values. They can reveal the prompt.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show what a dataset is and holds.
 

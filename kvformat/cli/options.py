@@ -1,9 +1,9 @@
-"""The options ``extract`` and ``estimate`` share, and what their values mean."""
+"""The options commands share, and what their values mean."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import typer
 
@@ -18,10 +18,12 @@ __all__ = [
     "Layers",
     "Model",
     "Out",
+    "Parsed",
     "Revision",
     "ShardSize",
     "SpecialTokens",
     "Truncate",
+    "parse",
     "parse_dtype",
     "parse_layers",
     "parse_size",
@@ -92,6 +94,31 @@ _FACTORS = (
     | {f"{name}b": 1000**power for power, name in enumerate("kmgt", start=1)}
 )
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", re.ASCII)
+
+
+class Parsed(TypedDict):
+    """Arguments of extraction that are written in another form on the command line."""
+
+    dtype: str | None
+    compute_dtype: str | None
+    layers: list[int] | None
+    shard_nbytes: int
+
+
+def parse(*, dtype: str | None, compute_dtype: str | None, layers: str | None, shard_size: str) -> Parsed:
+    """Values of the options of those names.
+
+    Raises
+    ------
+    UsageError
+        E081.
+    """
+    return {
+        "dtype": parse_dtype(dtype, "--dtype"),
+        "compute_dtype": parse_dtype(compute_dtype, "--compute-dtype"),
+        "layers": parse_layers(layers),
+        "shard_nbytes": parse_size(shard_size, "--shard-size"),
+    }
 
 
 def parse_dtype(text: str | None, option: str) -> str | None:

@@ -11,7 +11,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kvformat.codes import CODES
-from kvformat.errors import KVFormatError
+from kvformat.errors import KVFormatError, KVFormatWarning
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,6 +30,7 @@ __all__ = [
     "report",
     "report_other",
     "size_text",
+    "warn",
 ]
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
@@ -129,10 +130,14 @@ def complain(*lines: str) -> None:
 
 def report(error: KVFormatError, *, as_json: bool) -> None:
     """Print an error: its code, message and place on standard error, and as JSON on standard output if asked for."""
-    where = place(error.path, error.record, error.layer)
-    complain(f"error [{error.code}]: {one_line(error.message)}" + (f" ({where})" if where else ""))
+    _complain_of("error", error.code, error.message, place(error.path, error.record, error.layer))
     if as_json:
         emit_json({"ok": False, "error": finding(error.code, error.message, error.path, error.record, error.layer)})
+
+
+def warn(warning: KVFormatWarning) -> None:
+    """Print a warning as one line on standard error."""
+    _complain_of("warning", warning.code, warning.message, place(warning.path, None, None))
 
 
 def report_other(what: str, message: str, *, as_json: bool) -> None:
@@ -160,6 +165,10 @@ def finding(
         "record": record,
         "layer": layer,
     }
+
+
+def _complain_of(kind: str, code: str, message: str, where: str) -> None:
+    complain(f"{kind} [{code}]: {one_line(message)}" + (f" ({where})" if where else ""))
 
 
 def _write(stream: TextIO | None, text: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec import Struct
 
-from kvformat.cli import output
+from kvformat.cli import options, output
 from kvformat.cli.group import FAULTS
 from kvformat.codes import CODES
 from kvformat.errors import KVFormatError, make_error
@@ -38,10 +38,15 @@ class _Orphan(Struct, frozen=True, kw_only=True):
 
 
 class _State(Struct, frozen=True, kw_only=True):
-    """What is at a location; ``orphans`` is None where a fault keeps the named files unknown."""
+    """What is at a location.
+
+    ``orphans`` is None where a fault keeps the named files unknown. ``data_without_root``: data are there that nothing
+    publishes, and no staged work that would explain them.
+    """
 
     location: str
     published: _Published | None
+    data_without_root: bool
     staging: tuple[StagedWork, ...]
     orphans: tuple[_Orphan, ...] | None
     unknown_staging: tuple[str, ...]
@@ -50,7 +55,7 @@ class _State(Struct, frozen=True, kw_only=True):
 def status(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A dataset's directory or file:// URL.")],
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show what is published and what is unfinished.
 
@@ -58,23 +63,27 @@ def status(
     be read.
     """
     from kvformat.cli.staged import look_all, others
+    from kvformat.read.missing import data_without_root
     from kvformat.storage.location import local_path
 
     root = local_path(path)
     if not root.is_dir():
         raise make_error("E001", "no directory is there: check the location", path=root)
     published, named, fault = _published(root)
+    staging = tuple(look_all(root))
+    without_root = None if staging else data_without_root(root)
     found = _State(
         location=str(root),
         published=published,
-        staging=tuple(look_all(root)),
+        data_without_root=without_root is not None,
+        staging=staging,
         orphans=None if fault is not None else _orphans(root, named),
         unknown_staging=tuple(str(other) for other in others(root)),
     )
     if as_json:
         output.emit_json(_document(found, fault))
     else:
-        output.emit(*_lines(found, fault))
+        output.emit(*_lines(found, fault, without_root))
     if fault is not None:
         output.report(fault, as_json=False)
         raise typer.Exit(FAULTS)
@@ -143,7 +152,7 @@ def _document(found: _State, fault: KVFormatError | None) -> dict[str, Any]:
     return document
 
 
-def _lines(found: _State, fault: KVFormatError | None) -> list[str]:
+def _lines(found: _State, fault: KVFormatError | None, without_root: str | None) -> list[str]:
     lines = [output.plain(found.location)]
     if found.published is not None:
         published = found.published
@@ -152,8 +161,10 @@ def _lines(found: _State, fault: KVFormatError | None) -> list[str]:
             f"published: {published.records:,} records in {published.shards:,} shards, {size}",
             f"    id {published.id}",
         ]
+    elif fault is not None:
+        lines.append(f"published, but not readable: {fault.code}")
     else:
-        lines.append("not published" if fault is None else f"published, but not readable: {fault.code}")
+        lines.append("not published" + (f": {without_root}" if without_root else ""))
     for work in found.staging:
         lines += _staged_lines(work)
     lines += [f"not a staging directory, left alone: {output.plain(other)}" for other in found.unknown_staging]

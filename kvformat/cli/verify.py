@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvformat.cli import output
+from kvformat.cli import options, output
 from kvformat.cli.group import FAULTS
 from kvformat.cli.progress import meter
 from kvformat.codes import CODES
@@ -34,7 +34,7 @@ def verify(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Shards checked at once [default: processors, at most 8].")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Look for all faults of a dataset.
 

@@ -21,6 +21,7 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
+_DO_WITHOUT = "extract with an unknown context instead (--unknown-context, context='unknown')"
 
 
 class Family(NamedTuple):
@@ -71,8 +72,8 @@ def setting(config: Config, name: str) -> Any:
     if value is None:
         raise make_error(
             "E302",
-            f"the configuration of {config.model_type!r} has no {name!r}, from which the context is derived; extract "
-            "with an unknown context (--context unknown) to do without",
+            f"the configuration of {config.model_type!r} has no {name!r}, from which the context is derived; "
+            f"{_DO_WITHOUT}",
         )
     return value
 
@@ -81,9 +82,7 @@ def activation(config: Config, family: Family) -> str:
     """Label of the activation function; E302 for one without a label here."""
     name = setting(config, family.activation)
     if name not in _ACTIVATIONS:
-        raise make_error(
-            "E302", f"activation {name!r} is unknown here; extract with an unknown context (--context unknown)"
-        )
+        raise make_error("E302", f"activation {name!r} is unknown here; {_DO_WITHOUT}")
     return _ACTIVATIONS[name]
 
 
@@ -100,7 +99,7 @@ def family_of(config: Config) -> Family:
         raise make_error(
             "E302",
             f"no context can be derived for models of type {config.model_type!r}, only for "
-            f"{', '.join(sorted(FAMILIES))}; extract with an unknown context (--context unknown)",
+            f"{', '.join(sorted(FAMILIES))}; {_DO_WITHOUT}",
         )
     for name, demanded in family.demands.items():
         found = getattr(config, name, None)
@@ -108,7 +107,7 @@ def family_of(config: Config) -> Family:
             raise make_error(
                 "E302",
                 f"{name} = {found!r} has no place in a context of family {config.model_type!r}, only {demanded!r} is "
-                "known; extract with an unknown context (--context unknown)",
+                f"known; {_DO_WITHOUT}",
             )
     return family
 

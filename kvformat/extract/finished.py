@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import NoReturn
 
 from kvformat.errors import make_error
+from kvformat.extract.options import ContextKind
 from kvformat.extract.plan import Plan
 from kvformat.interfaces import Extractor
 from kvformat.read.dataset import Dataset
 from kvformat.spec.context import differences
 from kvformat.spec.schema import Schema
 
-__all__ = ["check_context", "check_plan"]
+__all__ = ["check_comparable", "check_context", "check_plan"]
 
 
 def check_plan(dataset: Dataset, plan: Plan, schema: Schema) -> None:
@@ -35,12 +36,29 @@ def check_plan(dataset: Dataset, plan: Plan, schema: Schema) -> None:
             following += 1
 
 
+def check_comparable(dataset: Dataset, wanted: ContextKind) -> None:
+    """Refuse where a context is unknown: it equals nothing, itself included, and no model need be loaded. E118."""
+    if dataset.context.kind != "unknown" and wanted != "unknown":
+        return
+    if dataset.context.kind != "unknown":
+        whose = "this run's context would be unknown"
+        remedy = "leave out --unknown-context (context='unknown') to have the contexts compared, or"
+    else:
+        whose = "both contexts are unknown" if wanted == "unknown" else "its context is unknown"
+        remedy = "use it as it is if you trust it, or"
+    _differs(
+        dataset,
+        f"{whose}, which equals nothing: whether its K and V are this run's cannot be told",
+        remedy=f"{remedy} choose another location",
+    )
+
+
 def check_context(dataset: Dataset, extractor: Extractor) -> None:
-    """Refuse unless the contexts are equal; an unknown one never is. E118."""
+    """Refuse unless the contexts are equal. E118."""
     found = differences(dataset.context, extractor.context)
     if found:
         _differs(dataset, f"the contexts differ: {'; '.join(found)}")
 
 
-def _differs(dataset: Dataset, what: str) -> NoReturn:
-    raise make_error("E118", f"a dataset is here already, and {what}; choose another location", path=dataset.location)
+def _differs(dataset: Dataset, what: str, *, remedy: str = "choose another location") -> NoReturn:
+    raise make_error("E118", f"a dataset is here already, and {what}; {remedy}", path=dataset.location)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from kvformat.errors import make_error
-from kvformat.extract.finished import check_context, check_plan
+from kvformat.extract.finished import check_comparable, check_context, check_plan
+from kvformat.extract.options import ContextKind, ExtractionOptions
 from kvformat.extract.plan import Plan, PlannedDocument
 from kvformat.extract.prepare import prepare, size_of
 from kvformat.extract.size import require_space
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Phase", "Progress", "extract_plan", "run"]
 
-ContextKind = Literal["derive", "unknown"]
 Phase = Literal["read", "load", "extract", "publish"]
 
 
@@ -71,7 +71,7 @@ def run(
     """Extract K and V of a model over a documents file and publish them.
 
     Interrupted, the same call resumes at the last finished shard. On a finished dataset it returns that, when plan and
-    context are equal.
+    context are equal; an unknown context equals nothing, so with one it refuses.
 
     Parameters
     ----------
@@ -105,68 +105,86 @@ def run(
 
     Raises
     ------
+    UsageError
+        E081.
     InputError
         E300 to E306, E104.
     StorageError
         E200 when space is short, before the model is loaded.
     IdentityError
-        E118 where another dataset is at ``out``.
+        E118 where another dataset is at ``out``, or one that cannot be compared.
     """
-    if batch_size < 1:
-        raise make_error("E081", f"batch_size must be at least 1, found {batch_size}")
-    report = progress or _Silent()
-    root = local_path(out)
-    report.phase("read")
-    described, plan = prepare(
-        model=model,
-        documents=documents,
-        revision=revision,
-        dtype=dtype,
-        compute_dtype=compute_dtype,
-        layers=layers,
-        truncate=truncate,
-        add_generation_prompt=add_generation_prompt,
-        special_tokens=special_tokens,
-    )
-    finished = open_dataset(root) if (root / ROOT).exists() else None
-    if finished is None:
-        require_space(size_of(plan, described, root, shard_nbytes), root)
-    else:
-        check_plan(finished, plan, described.schema)
-    report.phase("load")
-    from kvformat.extract.hf import HuggingFaceExtractor
-
-    extractor = HuggingFaceExtractor.load(
-        Path(model) if Path(model).is_dir() else str(model),
+    options = ExtractionOptions(
+        model=str(model),
+        documents=Path(documents),
+        out=local_path(out),
         revision=revision,
         dtype=dtype,
         compute_dtype=compute_dtype,
         device=device,
+        batch_size=batch_size,
         attn_implementation=attn_implementation,
-        layers=layers,
-        text=plan.text,
+        layers=None if layers is None else tuple(layers),
+        shard_nbytes=shard_nbytes,
+        truncate=truncate,
+        add_generation_prompt=add_generation_prompt,
+        special_tokens=special_tokens,
         context=context,
+        allow_non_finite=tuple(allow_non_finite),
     )
+    return _run(options, progress or _Silent())
+
+
+def _run(options: ExtractionOptions, report: Progress) -> Dataset:
+    root = options.out
+    report.phase("read")
+    described, plan = prepare(options)
+    finished = open_dataset(root) if (root / ROOT).exists() else None
+    if finished is None:
+        require_space(size_of(plan, described, options), root)
+    else:
+        check_plan(finished, plan, described.schema)
+        check_comparable(finished, options.context)
+    report.phase("load")
+    extractor = _load(options, plan)
     if extractor.schema != described.schema:
-        raise make_error("E302", "the loaded model caches other shapes than its configuration promised", path=model)
+        raise make_error(
+            "E302", "the loaded model caches other shapes than its configuration promised", path=options.model
+        )
     if finished is not None:
         check_context(finished, extractor)
         return finished
     tag = {
         "attn_implementation": extractor.provenance["attn_implementation"],
         "device": extractor.provenance["device"],
-        "model": str(model),
-        "revision": revision or "",
+        "model": options.model,
+        "revision": options.revision or "",
     }
     return extract_plan(
         extractor,
         plan,
         root,
-        batch_size=batch_size,
-        shard_nbytes=shard_nbytes,
+        batch_size=options.batch_size,
+        shard_nbytes=options.shard_nbytes,
         tag=canonical.encode(tag).decode(),
-        allow_non_finite=allow_non_finite,
+        allow_non_finite=options.allow_non_finite,
         progress=report,
+    )
+
+
+def _load(options: ExtractionOptions, plan: Plan) -> Extractor:
+    from kvformat.extract.hf import HuggingFaceExtractor
+
+    return HuggingFaceExtractor.load(
+        options.model,
+        revision=options.revision,
+        dtype=options.dtype,
+        compute_dtype=options.compute_dtype,
+        device=options.device,
+        attn_implementation=options.attn_implementation,
+        layers=options.layers,
+        text=plan.text,
+        context=options.context,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvformat.errors import make_error
+from kvformat.extract.options import ExtractionOptions
 from kvformat.extract.plan import Plan, make_plan
 from kvformat.extract.size import Estimate, estimate_size
 from kvformat.extract.tokenise import Tokeniser
@@ -40,60 +41,60 @@ def estimate(
     ------
     InputError
         E300 to E306.
+    UsageError
+        E081.
     """
-    described, plan = prepare(
-        model=model,
-        documents=documents,
+    options = ExtractionOptions(
+        model=str(model),
+        documents=Path(documents),
+        out=local_path(out),
         revision=revision,
         dtype=dtype,
         compute_dtype=compute_dtype,
-        layers=layers,
+        layers=None if layers is None else tuple(layers),
+        shard_nbytes=shard_nbytes,
         truncate=truncate,
         add_generation_prompt=add_generation_prompt,
         special_tokens=special_tokens,
     )
-    return size_of(plan, described, local_path(out), shard_nbytes)
+    described, plan = prepare(options)
+    return size_of(plan, described, options)
 
 
-def prepare(
-    *,
-    model: str | os.PathLike[str],
-    documents: str | os.PathLike[str],
-    revision: str | None,
-    dtype: str | None,
-    compute_dtype: str | None,
-    layers: Sequence[int] | None,
-    truncate: int | None,
-    add_generation_prompt: bool,
-    special_tokens: bool,
-) -> tuple[Description, Plan]:
-    """Description of the model, and plan of the documents; parameters and errors as for :func:`estimate`."""
+def prepare(options: ExtractionOptions) -> tuple[Description, Plan]:
+    """Description of the model, and plan of the documents; errors as for :func:`estimate`."""
     try:
         from kvformat.extract.hf import describe
     except ModuleNotFoundError as error:
         raise make_error("E205", f"extraction needs {error.name}: pip install 'kvformat[hf]'") from error
-    described = describe(str(model), revision=revision, layers=layers, dtype=dtype, compute_dtype=compute_dtype)
+    described = describe(
+        options.model,
+        revision=options.revision,
+        layers=options.layers,
+        dtype=options.dtype,
+        compute_dtype=options.compute_dtype,
+    )
     tokeniser = Tokeniser.load(
-        str(model),
-        revision=revision,
-        special_tokens=special_tokens,
-        add_generation_prompt=add_generation_prompt,
-        truncate=truncate,
+        options.model,
+        revision=options.revision,
+        special_tokens=options.special_tokens,
+        add_generation_prompt=options.add_generation_prompt,
+        truncate=options.truncate,
         max_tokens=described.max_tokens,
         vocab_size=described.vocab_size,
     )
-    return described, make_plan(Path(documents), tokeniser)
+    return described, make_plan(options.documents, tokeniser)
 
 
-def size_of(plan: Plan, described: Description, out: Path, shard_nbytes: int) -> Estimate:
-    """Size of a plan's dataset at ``out``."""
+def size_of(plan: Plan, described: Description, options: ExtractionOptions) -> Estimate:
+    """Size of the dataset of a plan."""
     return estimate_size(
         plan.records(),
         documents=len(plan),
         name_nbytes=plan.name_nbytes,
         schema=described.schema,
-        out=out,
-        shard_nbytes=shard_nbytes,
+        out=options.out,
+        shard_nbytes=options.shard_nbytes,
         family=described.family,
         compute_dtype=described.compute_dtype,
     )

@@ -9,15 +9,16 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvformat.errors import KVFormatError, make_error
+from kvformat.errors import KVFormatError, KVFormatWarning, make_error
 from kvformat.read.index import IndexReader
+from kvformat.read.missing import not_published
 from kvformat.read.record import Record
 from kvformat.read.shards import ShardPool
 from kvformat.spec import limits
 from kvformat.spec.context import Context, Text, differences
 from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import Manifest, parse_manifest, parse_root
-from kvformat.spec.paths import ROOT, STAGING, manifest_path
+from kvformat.spec.paths import ROOT, manifest_path
 from kvformat.spec.schema import SHARED_ROLES, Schema
 from kvformat.storage.local_read import LocalReader
 from kvformat.storage.location import local_path
@@ -340,9 +341,8 @@ def open_dataset(
     identity, manifest, layout = load_manifest(reader, expected_id=expected_id)
     minor = int(manifest.version.partition(".")[2])
     if minor > limits.MINOR:
-        warnings.warn(
-            f"[W003] {root}: written by version {manifest.version}, this reader knows {limits.VERSION}", stacklevel=2
-        )
+        message = f"written by version {manifest.version}, this reader knows {limits.VERSION}"
+        warnings.warn(KVFormatWarning(message, code="W003", path=str(root)), stacklevel=2)
     options = {"verify": verify, "io": io, "max_open_files": max_open_files}
     return Dataset(reader, location=str(root), dataset_id=identity, manifest=manifest, layout=layout, options=options)
 
@@ -355,13 +355,7 @@ def load_manifest(reader: LocalReader, *, expected_id: str | None = None) -> tup
     except KVFormatError as error:
         if error.code != "E002":
             raise
-        staged = (reader.root / STAGING).is_dir()
-        raise make_error(
-            "E001",
-            "no dataset is published here"
-            + (": staged work is; resume it, or see `kvformat status`" if staged else ": check the location"),
-            path=path,
-        ) from None
+        raise not_published(reader.root) from None
     identity = hashlib.sha256(data).hexdigest()
     if expected_id is not None and identity != expected_id.lower():
         raise make_error("E007", f"the dataset id is {identity}, expected {expected_id}", path=path)

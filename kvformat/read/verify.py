@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -16,8 +17,8 @@ from kvformat.read.check_covered import check_covered
 from kvformat.read.check_shard import check_header, check_record, check_sha256
 from kvformat.read.dataset import Dataset, load_manifest
 from kvformat.read.index import ShardRow
-from kvformat.spec import limits, tables
-from kvformat.spec.manifest import parse_root
+from kvformat.spec import canonical, limits, tables
+from kvformat.spec.manifest import Manifest
 from kvformat.spec.paths import ROOT, STAGING, covered_path, manifest_path, part_path
 from kvformat.storage.local_read import LocalReader
 from kvformat.storage.location import local_path
@@ -78,7 +79,8 @@ def verify(
     Returns
     -------
     Report
-        Findings in the order of their codes, which is their precedence.
+        Findings in the order of their codes, which is their precedence. E007 where another dataset took the place of
+        this one meanwhile.
 
     Raises
     ------
@@ -129,13 +131,14 @@ class _Verification:
         )
         if self._level >= 2:
             self._check_files(dataset)
+        self._attempt(partial(self._require_root, identity))
         return self._report(identity, manifest.totals.records, manifest.totals.nbytes)
 
     # -- files ---------------------------------------------------------------------------------------------------
 
     def _check_files(self, dataset: Dataset) -> None:
         manifest, index = dataset.manifest, dataset.index
-        expected = {ROOT, self._manifest_path()}
+        expected = {ROOT, _path_of(manifest)}
         for file in manifest.files:
             expected.add(covered_path(file.sha256))
             self._add(check_covered(self._reader, file, manifest.context))
@@ -162,9 +165,16 @@ class _Verification:
         if sound["shards"]:
             self._check_unknown(expected)
 
-    def _manifest_path(self) -> str:
-        root = parse_root(self._reader.read(ROOT, max_nbytes=limits.MAX_ROOT_NBYTES))
-        return manifest_path(root.manifest.sha256)
+    def _require_root(self, identity: str) -> None:
+        """Everything was checked against the root read first: refuse a verdict on another one."""
+        found = hashlib.sha256(self._reader.read(ROOT, max_nbytes=limits.MAX_ROOT_NBYTES)).hexdigest()
+        if found != identity:
+            raise make_error(
+                "E007",
+                f"the root was replaced meanwhile: what was verified has the id {identity}, now {found} is here; "
+                "find out what replaced it, and verify again",
+                path=self._reader.path(ROOT),
+            )
 
     def _shards(self, dataset: Dataset) -> list[ShardRow]:
         found = []
@@ -256,6 +266,11 @@ class _Verification:
             records=records,
             nbytes=nbytes,
         )
+
+
+def _path_of(manifest: Manifest) -> str:
+    """Where a manifest lies: it was proved canonical, so its bytes and their digest follow from its values."""
+    return manifest_path(hashlib.sha256(canonical.encode(manifest)).hexdigest())
 
 
 def _until_raised(errors: Iterable[KVFormatError]) -> Iterator[KVFormatError]:

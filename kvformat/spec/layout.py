@@ -116,10 +116,10 @@ class Layout:
         self.num_sums = at
         shapes = [*components, _Shape("sums", "U64", 8, (at,), -1, 1), *extras]
         self._shapes = sorted(shapes, key=lambda shape: -shape.item)  # a stable sort keeps schema order
-        stored = [shape.name for shape in self._shapes]
-        places = sorted(stored.index(component.name) for component in schema.components)
-        self.body = tuple(stored[places[0] : places[-1] + 1]) if places else ()
-        summed = [shape for shape in (*components, *extras) if shape.name in self.body]
+        components_at = [at for at, shape in enumerate(self._shapes) if 0 <= shape.bit < len(components)]
+        stored = self._shapes[components_at[0] : components_at[-1] + 1] if components_at else []
+        self.body = tuple(shape.name for shape in stored)
+        summed = sorted((shape for shape in stored if shape.bit >= 0), key=lambda shape: shape.bit)
         self._body_sums = [self.first_sum[shape.name] + slab for shape in summed for slab in range(shape.slabs)]
         self._body_slabs = [(shape.name, slab) for shape in summed for slab in range(shape.slabs)]
 

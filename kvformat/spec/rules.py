@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from itertools import pairwise
 
-from kvformat.errors import make_error
-from kvformat.spec import limits
+from msgspec import Struct
+
+from kvformat.errors import KVFormatError, make_error
+from kvformat.spec import canonical, limits
 from kvformat.spec.document import MEDIA_ENTRY_NBYTES
 from kvformat.spec.schema import (
     COMPONENT_DTYPES,
@@ -35,9 +37,12 @@ def check_schema(schema: Schema, *, requires: Collection[str] = (), path: str | 
     Raises
     ------
     FormatError
-        E030 to E040, naming the member.
+        E018 for a value of another type, form or range than the structs declare, which they do not check when they
+        are made; E030 to E040. The message names the member.
     """
     del requires  # no feature of version 1.0 changes a rule
+    for message in _forms(schema):
+        raise make_error("E018", f"schema: {message}", path=path)
     for rule in (
         _names,
         _dtypes,
@@ -56,6 +61,29 @@ def check_schema(schema: Schema, *, requires: Collection[str] = (), path: str | 
 
 
 Faults = Iterator[tuple[str, str]]
+
+
+def _forms(schema: Schema) -> Iterator[str]:
+    try:
+        decoded = canonical.convert(canonical.plain(schema), Schema)
+    except KVFormatError as error:
+        yield error.message
+    except (TypeError, ValueError, RecursionError) as error:  # of what no JSON value stands for
+        yield f"{type(error).__name__}: {error}; use strings, integers, tuples and the structs of the schema"
+    else:
+        yield from _other_types(schema, decoded, "$")
+
+
+def _other_types(given: object, decoded: object, where: str) -> Iterator[str]:
+    """Where a value is only alike in JSON: a list for a tuple, a dict for a struct, bytes for a string."""
+    if type(given) is not type(decoded):
+        yield f"Expected `{type(decoded).__name__}`, got `{type(given).__name__}` - at `{where}`"
+    elif isinstance(decoded, Struct):
+        for name in decoded.__struct_fields__:
+            yield from _other_types(getattr(given, name), getattr(decoded, name), f"{where}.{name}")
+    elif isinstance(decoded, tuple) and isinstance(given, tuple):
+        for index, (one, other) in enumerate(zip(given, decoded, strict=True)):
+            yield from _other_types(one, other, f"{where}[{index}]")
 
 
 def _tensors(schema: Schema) -> Iterator[tuple[str, tuple[Axis, ...]]]:

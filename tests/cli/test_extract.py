@@ -82,6 +82,17 @@ def test_a_finished_dataset_stays_and_is_fine(run, arguments, tmp_path: Path, sn
     assert snapshot(tmp_path / "out") == before
 
 
+def test_an_unknown_context_says_so_the_second_time(run, arguments, tmp_path: Path, snapshot) -> None:
+    assert run("extract", *arguments, "--unknown-context").code == 0
+    before = snapshot(tmp_path / "out")
+    again = run("extract", *arguments, "--unknown-context")
+    assert (again.code, again.stdout) == (3, "")
+    error = again.stderr.splitlines()[-1]
+    assert error.startswith("error [E118]: a dataset is here already, and both contexts are unknown, ")
+    assert "use it as it is if you trust it, or choose another location" in error
+    assert snapshot(tmp_path / "out") == before
+
+
 def test_bad_lines_name_file_line_and_reason(run, arguments, documents: Path, tmp_path: Path) -> None:
     documents.write_text('{"id": "a", "text": "b"}\n{"id": "c"}\n', encoding="utf-8")
     for name in ("extract", "estimate"):

@@ -214,6 +214,14 @@ def test_warnings_of_kvformat_are_lines_and_others_stay(run, monkeypatch, publis
     with pytest.warns(DeprecationWarning, match="mine"):
         run("inspect", published, "--json")
 
+    def look(*_args: object) -> dict[str, object]:
+        warnings.warn(kvformat.KVFormatWarning("worth a look", code="W003", path="a/b"), stacklevel=1)
+        return {}
+
+    monkeypatch.setattr(inspect_module, "_document", look)
+    for _ in range(2):  # shown each time, whatever was shown before
+        assert run("inspect", published, "--json").stderr == "warning [W003]: worth a look (path a/b)\n"
+
 
 # ---------------------------------------------------------------------------------------------------------- streams
 

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
-import pytest
+import re
+from pathlib import Path
 
+import pytest
+import typer
+
+from kvformat.cli.main import app
 from kvformat.cli.options import parse_dtype, parse_layers, parse_size
 from kvformat.cli.output import layers_text, one_line, plain, size_text
 from kvformat.errors import UsageError
@@ -94,3 +99,17 @@ def test_text_for_a_terminal() -> None:
     assert plain("a\x1b[31m\r\n\tb\u202e [red] é 名") == "a\\x1b[31m\\r\\n\\tb\\u202e [red] é 名"
     assert plain("\udcff") == "\\udcff"
     assert one_line("a\n  b\tc\x07") == "a b c\\x07"
+
+
+def test_every_option_and_command_a_text_names_exists(repository: Path) -> None:
+    """Messages, help and README: a remedy that does not exist is worse than none."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    parameters = [parameter for command in commands.values() for parameter in command.params]
+    options = {"--help", "--version"}.union(*(parameter.opts + parameter.secondary_opts for parameter in parameters))
+    for path in [repository / "README.md", *sorted((repository / "kvformat").rglob("*.py"))]:
+        text = path.read_text(encoding="utf-8")
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+        assert named <= options, path
+        assert set(re.findall(r"`kvformat ([a-z]+)", text)) <= set(commands), path
+    readme = (repository / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^kvformat ([a-z]+)", readme, re.MULTILINE)) == set(commands)

@@ -30,6 +30,7 @@ def test_staged_work_is_described_and_left_as_it_is(run, tmp_path: Path, snapsho
     found = run("status", path, "--json").json
     (work,) = found["staging"]
     assert (found["ok"], found["published"], found["orphans"]) == (True, None, [])
+    assert not found["data_without_root"]
     assert (work["state"], work["shards"], work["records"]) == ("abandoned", 2, 2)
     staged = Path(work["path"])
     assert work["nbytes"] == sum((staged / f"{number:08}.shard").stat().st_size for number in range(2))
@@ -80,6 +81,11 @@ def test_the_rest_of_an_interrupted_publication(run, dataset: Path) -> None:
     assert found["published"] is None
     assert len(found["orphans"]) == count - 1
     assert not [orphan for orphan in found["orphans"] if "mine" in orphan["path"]]
+    assert found["data_without_root"]
+    shown = run("status", dataset)
+    assert (shown.code, shown.stderr) == (0, "")
+    assert shown.stdout.splitlines()[1].startswith("not published: data lie here without kvformat.json, ")
+    assert "restore the file" in shown.stdout
 
 
 def test_a_root_that_cannot_be_read(run, dataset: Path) -> None:

@@ -150,7 +150,7 @@ def test_an_unknown_family_needs_an_unknown_context() -> None:
         max_position_embeddings=64,
     )
     model = randomise(AutoModel.from_config(config)).eval()
-    assert "--context unknown" in str(refused(model, "'opt'"))
+    assert "--unknown-context" in str(refused(model, "'opt'"))
     extractor = HuggingFaceExtractor.of(model, context="unknown")
     assert extractor.context.kind == "unknown"
     assert dict(extractor.files) == {}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch
 import kvformat
 from kvformat.errors import IdentityError, InputError, KVFormatError, StorageError
 from kvformat.extract import Estimate, Tokeniser, estimate, extract_plan, make_plan, run
+from kvformat.extract.options import ExtractionOptions
 from kvformat.interfaces import Extracted
 from kvformat.spec.context import Context, Text, differences
 from kvformat.spec.schema import Schema
@@ -367,6 +370,21 @@ def test_estimates_say_whether_it_fits() -> None:
 # -------------------------------------------------------------------------------------------------------- the rest
 
 
+def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function).parameters)
+
+
+def test_both_functions_and_the_options_have_the_same_names_and_defaults() -> None:
+    running, estimating = parameters(run), parameters(estimate)
+    assert {parameter.kind for parameter in running.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    assert estimating == {name: parameter for name, parameter in running.items() if name in estimating}
+    assert set(running) - {"progress"} == set(ExtractionOptions.__struct_fields__)
+    for field in msgspec.structs.fields(ExtractionOptions):
+        if not field.required:
+            assert running[field.name].default == field.default
+            assert field.name not in estimating
+
+
 @pytest.mark.parametrize(
     ("line", "options", "code"),
     [
@@ -375,6 +393,9 @@ def test_estimates_say_whether_it_fits() -> None:
         ({"id": "a", "text": "<s>x"}, {}, "E305"),
         ({"id": "a"}, {}, "E300"),
         ({"id": "a", "text": "x"}, {"batch_size": 0}, "E081"),
+        ({"id": "a", "text": "x"}, {"shard_nbytes": 0}, "E081"),
+        ({"id": "a", "text": "x"}, {"shard_nbytes": 1 << 48}, "E081"),
+        ({"id": "a", "text": "x"}, {"context": "unkown"}, "E081"),
         ({"id": "a", "text": "x"}, {"layers": [3]}, "E081"),
         ({"id": "a", "text": "x"}, {"truncate": 257}, "E081"),
     ],
@@ -401,6 +422,36 @@ def test_an_unknown_context_is_published_as_such(model: Path, documents: Path, t
     assert dataset.context.kind == "unknown"
     assert dataset[0].fingerprint is None
     assert dataset.manifest.files == ()
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "text"),
+    [
+        (
+            "unknown",
+            "unknown",
+            r"both contexts are unknown, which equals nothing.*; use it as it is if you trust it, or",
+        ),
+        (
+            "unknown",
+            "derive",
+            r"its context is unknown, which equals nothing.*; use it as it is if you trust it, or",
+        ),
+        ("derive", "unknown", r"this run's context would be unknown, .*; leave out --unknown-context"),
+    ],
+)
+def test_an_unknown_context_is_never_a_finished_run_and_the_message_says_what_to_do(
+    made: Any, asked: Any, text: str, model: Path, documents: Path, tmp_path: Path
+) -> None:
+    first = run(model=model, documents=documents, out=tmp_path / "ds", context=made)
+    watcher = Watcher()
+    with pytest.raises(IdentityError, match=text) as refused:
+        run(model=model, documents=documents, out=tmp_path / "ds", context=asked, progress=watcher)
+    assert (refused.value.code, refused.value.path) == ("E118", str(tmp_path / "ds"))
+    assert [name for name, _, _ in watcher.phases] == ["read"]  # no model was loaded for that
+    assert kvformat.open(tmp_path / "ds").id == first.id
+    with pytest.raises(IdentityError, match="by other rules"):  # the plan comes first
+        run(model=model, documents=documents, out=tmp_path / "ds", context=asked, truncate=9)
 
 
 def test_importing_the_package_loads_no_model_library() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 import kvformat
 from kvformat.errors import IdentityError, UsageError
+from kvformat.read import verify as verify_module
+from kvformat.storage.local_read import LocalReader
 from kvformat.testing.dataset_files import DatasetFiles
 
 
@@ -109,8 +112,6 @@ def test_an_interruption_passes_through(saved) -> None:
 def test_a_file_the_process_may_not_read_is_a_finding(saved, monkeypatch) -> None:
     """Of the storage, not of the format; the rest is still checked."""
     path = saved("several-shards")
-    from kvformat.storage.local_read import LocalReader
-
     real = LocalReader.open
 
     def deny(self: LocalReader, name: str, **options: object):
@@ -121,3 +122,36 @@ def test_a_file_the_process_may_not_read_is_a_finding(saved, monkeypatch) -> Non
     monkeypatch.setattr(LocalReader, "open", deny)
     report = kvformat.verify(path)
     assert [finding.code for finding in report.findings] == ["E207"]
+
+
+@pytest.mark.parametrize("level", [1, 2, 4])
+@pytest.mark.parametrize("code", ["E002", "E007"])
+def test_a_root_that_changes_meanwhile_is_reported(level: int, code: str, saved, monkeypatch) -> None:
+    """At the worst moment: the rest of verification still looks at what the root named at the beginning."""
+    path, other = saved("several-shards"), saved("two-shards")
+    identity = kvformat.open(path).id
+    ours = {str(file) for file in path.rglob("*")}
+    load = verify_module.load_manifest
+    reads: list[str] = []
+    read = LocalReader.read
+
+    def replace(reader: LocalReader, **options: object):
+        found = load(reader, **options)
+        (path / "kvformat.json").unlink()
+        if code == "E007":
+            shutil.copytree(other, path, dirs_exist_ok=True)
+        return found
+
+    def count(self: LocalReader, name: str, **options: object) -> bytes:
+        reads.append(name)
+        return read(self, name, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(verify_module, "load_manifest", replace)
+    monkeypatch.setattr(LocalReader, "read", count)
+    report = kvformat.verify(path, level=level)
+    assert [finding.code for finding in report.findings] == [code]
+    assert report.id == identity
+    assert report.findings[0].path == str(path / "kvformat.json")
+    assert sum(name.startswith("manifest/") for name in reads) == 1
+    assert reads.count("kvformat.json") == 2  # before and after
+    assert not {warning.path for warning in report.warnings} & ours

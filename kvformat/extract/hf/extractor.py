@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from kvformat.extract.hf.loading import (
 )
 from kvformat.extract.hf.options import check_dtype, latent_widths, max_positions, wanted_layers
 from kvformat.extract.identity import check_history, derive_context, inv_freq_file
+from kvformat.extract.options import ContextKind
 from kvformat.extract.probe import probe, reachable_state
 from kvformat.extract.shapes import cached_schema, slots
 from kvformat.extract.weights import reaching_tensors, weights_digest, weights_file
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from kvformat.spec.schema import Schema
 
 __all__ = ["HuggingFaceExtractor"]
-
-
-ContextKind = Literal["derive", "unknown"]
 
 
 class HuggingFaceExtractor:
