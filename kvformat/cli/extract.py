@@ -161,7 +161,10 @@ def _document(dataset: Dataset, watch: Watch) -> dict[str, Any]:
 
 def _lines(dataset: Dataset, watch: Watch) -> list[str]:
     done = "published" if watch.extracted else "already finished, with equal plan and context"
-    counts = f"{len(dataset):,} records, {dataset.num_names:,} names, {dataset.num_tokens:,} tokens"
+    counts = ", ".join(
+        output.counted(count, noun)
+        for count, noun in ((len(dataset), "record"), (dataset.num_names, "name"), (dataset.num_tokens, "token"))
+    )
     lines = [
         f"{done}: {output.plain(dataset.location)}",
         f"    id {dataset.id}",

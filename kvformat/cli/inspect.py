@@ -143,7 +143,7 @@ def _overview(dataset: Dataset) -> dict[str, str]:
         "id": dataset.id,
         "format": f"kvformat {dataset.manifest.version}",
         "model": _model_text(dataset),
-        "records": f"{len(dataset):,} with {dataset.num_names:,} names",
+        "records": f"{len(dataset):,} with {output.counted(dataset.num_names, 'name')}",
         "tokens": f"{dataset.num_tokens:,}",
         "size": f"{size} in shards, {beside} beside",
         "a token": f"{output.size_text(round(dataset.nbytes / max(dataset.num_tokens, 1)))}, padding included",

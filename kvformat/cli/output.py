@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "complain",
+    "counted",
     "emit",
     "emit_json",
     "finding",
@@ -56,6 +57,11 @@ def plain(text: object) -> str:
 def one_line(text: object) -> str:
     """Text of several lines as one, then as :func:`plain`."""
     return plain(" ".join(str(text).split()))
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things for people: ``1 shard``, ``2,048 shards``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def size_text(nbytes: int) -> str:

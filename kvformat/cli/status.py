@@ -158,7 +158,8 @@ def _lines(found: _State, fault: KVFormatError | None, without_root: str | None)
         published = found.published
         size = output.size_text(published.nbytes)
         lines += [
-            f"published: {published.records:,} records in {published.shards:,} shards, {size}",
+            f"published: {output.counted(published.records, 'record')}"
+            f" in {output.counted(published.shards, 'shard')}, {size}",
             f"    id {published.id}",
         ]
     elif fault is not None:
@@ -173,7 +174,7 @@ def _lines(found: _State, fault: KVFormatError | None, without_root: str | None)
     if found.orphans:
         size = output.size_text(sum(orphan.nbytes for orphan in found.orphans))
         why = "the dataset does not name" if found.published is not None else "no published dataset names"
-        lines.append(f"{len(found.orphans):,} files {why}, {size}:")
+        lines.append(f"{output.counted(len(found.orphans), 'file')} {why}, {size}:")
         lines += [f"    {output.plain(one.path)} ({output.size_text(one.nbytes)})" for one in found.orphans[:_SHOWN]]
         if len(found.orphans) > _SHOWN:
             lines.append(f"    and {len(found.orphans) - _SHOWN:,} more; --json lists all")
@@ -181,7 +182,8 @@ def _lines(found: _State, fault: KVFormatError | None, without_root: str | None)
 
 
 def _staged_lines(work: StagedWork) -> list[str]:
-    finished = f"{work.shards:,} shards, {work.records:,} records, {output.size_text(work.nbytes)}"
+    counts = f"{output.counted(work.shards, 'shard')}, {output.counted(work.records, 'record')}"
+    finished = f"{counts}, {output.size_text(work.nbytes)}"
     lines = [
         f"staged work, {work.state} ({_STATES[work.state]}): {output.plain(work.path)}",
         f"    finished: {finished}; {output.size_text(work.total_nbytes)} in all",

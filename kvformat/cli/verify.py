@@ -86,7 +86,11 @@ def _lines(path: str, report: Report) -> list[str]:
     counted = [_count(len(report.findings), "fault")]
     if report.warnings:
         counted.append(_count(len(report.warnings), "warning"))
-    what = f"{report.records:,} records, {output.size_text(report.nbytes)}" if report.id else "not readable"
+    what = (
+        f"{output.counted(report.records, 'record')}, {output.size_text(report.nbytes)}"
+        if report.id
+        else "not readable"
+    )
     lines.append(f"{'ok' if report.ok else 'FAULTY'}: {', '.join(counted)} at level {report.level}")
     lines.append(f"    {output.plain(path)} ({what})")
     if report.id:

@@ -68,7 +68,7 @@ def test_another_minor_version_is_valid(base, tmp_path: Path) -> None:
     files.save(tmp_path / "dataset")
     report = kvformat.verify(tmp_path / "dataset")
     assert (report.findings, [finding.code for finding in report.warnings]) == ((), ["W003"])
-    with pytest.warns(UserWarning, match="W003"):
+    with pytest.warns(kvformat.KVFormatWarning, match="W003"):
         kvformat.open(tmp_path / "dataset")
 
 
