@@ -156,10 +156,9 @@ def _lines(found: _State, fault: KVFormatError | None, without_root: str | None)
     lines = [output.plain(found.location)]
     if found.published is not None:
         published = found.published
-        size = output.size_text(published.nbytes)
+        records, size = output.counted(published.records, "record"), output.size_text(published.nbytes)
         lines += [
-            f"published: {output.counted(published.records, 'record')}"
-            f" in {output.counted(published.shards, 'shard')}, {size}",
+            f"published: {records} in {output.counted(published.shards, 'shard')}, {size}",
             f"    id {published.id}",
         ]
     elif fault is not None:
