@@ -12,7 +12,16 @@ from kvformat.spec import canonical
 from kvformat.spec.context import Context
 from kvformat.spec.schema import Schema
 
-__all__ = ["context_digest", "document_key", "fingerprint", "name_key", "record_sum", "schema_digest", "slab_sum"]
+__all__ = [
+    "context_digest",
+    "document_key",
+    "fingerprint",
+    "name_key",
+    "record_sum",
+    "schema_digest",
+    "slab_sum",
+    "slab_sums",
+]
 
 _RECORD = b"kvf1.rec"
 
@@ -38,6 +47,12 @@ def fingerprint(context: Context, schema: Schema, document: bytes) -> bytes | No
 def slab_sum(data: bytes | memoryview) -> int:
     """XXH3-64 (seed 0) of a slab or an extra."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def slab_sums(data: memoryview, nbytes: int) -> list[int]:
+    """XXH3-64 (seed 0) of each slab of ``nbytes`` (1 or more) of a tensor's flat bytes."""
+    digest = xxhash.xxh3_64_intdigest
+    return [digest(data[start : start + nbytes]) for start in range(0, len(data), nbytes)]
 
 
 def record_sum(dims: Sequence[int], sums: bytes | memoryview) -> bytes:

@@ -131,7 +131,7 @@ class Document(Struct, frozen=True, kw_only=True):
 
     def to_bytes(self) -> bytes:
         """The document bytes, whose SHA-256 is the digest."""
-        rows = b"" if self.position_ids is None else self.position_ids.astype("<i4").tobytes()
+        rows = b"" if self.position_ids is None else np.asarray(self.position_ids, dtype="<i4").tobytes()
         kind = 0 if self.position_ids is None else len(self.position_ids)
         mask = bytes([MASKS.index(self.mask)]) + (
             struct.pack("<Q", self.prefix_length) if self.mask == "prefix" else b""
@@ -140,7 +140,7 @@ class Document(Struct, frozen=True, kw_only=True):
             (
                 _MAGIC,
                 struct.pack("<Q", self.num_tokens),
-                self.token_ids.astype("<u4").tobytes(),
+                np.asarray(self.token_ids, dtype="<i4").tobytes(),
                 mask,
                 bytes([kind]),
                 rows,

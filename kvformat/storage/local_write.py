@@ -50,25 +50,14 @@ class LocalFiles:
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int, path: Path) -> int:
         """Write all buffers one behind the other from ``offset``; returns the bytes written."""
-        views = [memoryview(buffer).cast("B") for buffer in buffers if len(memoryview(buffer).cast("B"))]
-        total = sum(len(view) for view in views)
-        done = 0
-        with translated(path, needed_nbytes=total):
-            while views:
-                batch, size = [], 0
-                for view in views[:_MAX_BUFFERS]:
-                    batch.append(view[: _MAX_WRITE - size])
-                    size += len(batch[-1])
-                    if size >= _MAX_WRITE:
-                        break
-                count = os.pwritev(fd, batch, offset + done)
-                done += count
-                while count:
-                    if count >= len(views[0]):
-                        count -= len(views.pop(0))
-                    else:
-                        views[0] = views[0][count:]
-                        count = 0
+        views = [memoryview(buffer) for buffer in buffers]
+        total = sum([view.nbytes for view in views])
+        try:
+            # As a rule one call does it.
+            if len(views) > _MAX_BUFFERS or total > _MAX_WRITE or os.pwritev(fd, views, offset) != total:
+                _write_parts(fd, views, offset)
+        except OSError as error:
+            raise translate(error, path, needed_nbytes=total) from error
         return total
 
     def sync(self, fd: int, path: Path) -> None:
@@ -132,3 +121,23 @@ class LocalFiles:
             self.sync(fd, path)
         finally:
             os.close(fd)
+
+
+def _write_parts(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write all buffers in as many calls as it takes, each of which may write less than it was given."""
+    views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    while views:
+        batch, size = [], 0
+        for view in views[:_MAX_BUFFERS]:
+            batch.append(view[: _MAX_WRITE - size])
+            size += len(batch[-1])
+            if size >= _MAX_WRITE:
+                break
+        count = os.pwritev(fd, batch, offset)
+        offset += count
+        while count:
+            if count >= len(views[0]):
+                count -= len(views.pop(0))
+            else:
+                views[0] = views[0][count:]
+                count = 0

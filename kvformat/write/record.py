@@ -10,14 +10,15 @@ from numpy.typing import NDArray
 
 from kvformat.codec.shard import sum_record
 from kvformat.errors import make_error
-from kvformat.spec import digests
 from kvformat.spec.document import MASKS, MEDIA_ENTRY_NBYTES, Document
 from kvformat.spec.layout import Layout, Placement
 from kvformat.spec.schema import Axis, Schema
-from kvformat.spec.values import all_finite, all_positive
 from kvformat.tensors import stored_bytes
+from kvformat.write.slabs import SlabChecker
 
 __all__ = ["EncodedRecord", "RecordEncoder"]
+
+_OWNED = frozenset({"token_ids", "position_ids", "mask", "media"})
 
 
 class EncodedRecord(NamedTuple):
@@ -42,12 +43,14 @@ class RecordEncoder:
     def __init__(self, layout: Layout, *, allow_non_finite: Collection[str] = ()) -> None:
         self._layout = layout
         self._schema = layout.schema
-        self._scales = {c.quant.scale for c in self._schema.components if c.quant is not None}
         self._axes = _axes_of(self._schema)
         unknown = set(allow_non_finite) - set(self._axes)
         if unknown:
             raise make_error("E081", f"allow_non_finite names {', '.join(sorted(unknown))}, which the schema has not")
-        self._allow = frozenset(allow_non_finite)
+        self._slabs = SlabChecker.of(layout, allow_non_finite=allow_non_finite)
+        self._components = {c.name for c in self._schema.components}
+        self._owned = [e.name for e in self._schema.extras if e.name in _OWNED]
+        self._extras = {e.name for e in self._schema.extras}.difference(_OWNED)
 
     def encode(
         self, name: str, document: Document, components: Mapping[str, Any], extras: Mapping[str, Any]
@@ -63,47 +66,35 @@ class RecordEncoder:
         placement = self._layout.place(self._dims(name, document, given))
         sums = [0] * self._layout.num_sums
         buffers: dict[str, memoryview] = {}
-        for tensor, value in given.items():
+        for slabs in self._slabs:
+            tensor = slabs.name
             placed = placement.tensors[tensor]
-            data = stored_bytes(value, dtype=placed.dtype, shape=placed.shape, what=f"{tensor!r}", record=name)
-            view = data.data
-            first = self._layout.first_sum[tensor]
-            slabs = placed.nbytes // placed.slab_nbytes if placed.slab_nbytes else self._slabs(tensor)
-            for slab in range(slabs):
-                part = view[slab * placed.slab_nbytes : (slab + 1) * placed.slab_nbytes]
-                sums[first + slab] = digests.slab_sum(part)
-                self._check_values(name, tensor, placed.dtype, part, slab)
-            buffers[tensor] = view
+            data = stored_bytes(
+                given[tensor], dtype=placed.dtype, shape=placed.shape, what=repr(tensor), record=name
+            ).data
+            sums[slabs.first_sum : slabs.first_sum + slabs.num_slabs] = slabs.sums(data, record=name)
+            buffers[tensor] = data
         stored, record_sum = sum_record(placement.dims, sums)
         buffers["sums"] = memoryview(stored)
         return EncodedRecord(placement, [buffers[tensor] for tensor in placement.tensors], record_sum)
 
-    def _slabs(self, tensor: str) -> int:
-        return next((len(c.layers) for c in self._schema.components if c.name == tensor), 1)
-
     def _gather(
         self, name: str, document: Document, components: Mapping[str, Any], extras: Mapping[str, Any]
     ) -> dict[str, Any]:
+        """All tensors by name: those given, and the extras whose content is the document itself."""
         self._refuse_lost_inputs(name, document)
-        given = {**components, **extras}
-        owned = {
-            extra.name: value
-            for extra in self._schema.extras
-            if (value := _owned(extra.name, document, self._axes)) is not None
-        }
-        both = (components.keys() & extras.keys()) | (given.keys() & owned.keys())
-        expected_components = {c.name for c in self._schema.components}
-        missing = self._axes.keys() - given.keys() - owned.keys()
-        misplaced = (components.keys() - expected_components) | (extras.keys() & expected_components)
-        unexpected = (given.keys() - self._axes.keys()) | misplaced | both
-        if missing or unexpected:
+        if components.keys() != self._components or extras.keys() != self._extras:
+            given, everything = [*components, *extras], self._components | self._extras
+            misplaced = (components.keys() & self._extras) | (extras.keys() & self._components)
+            missing = everything - set(given)
+            unexpected = (set(given) - everything) | misplaced | {one for one in given if given.count(one) > 1}
             raise make_error(
                 "E103",
                 f"missing {', '.join(sorted(missing)) or 'nothing'}; "
                 f"not expected {', '.join(sorted(unexpected)) or 'nothing'}",
                 record=name,
             )
-        return {tensor: owned[tensor] if tensor in owned else given[tensor] for tensor in self._axes}
+        return {**components, **extras, **{extra: _owned(extra, document, self._axes) for extra in self._owned}}
 
     def _refuse_lost_inputs(self, name: str, document: Document) -> None:
         """Where token ids are stored, everything else the digest is made of must be stored too."""
@@ -137,22 +128,6 @@ class RecordEncoder:
             dims.append(size)
         return tuple(dims)
 
-    def _check_values(self, name: str, tensor: str, dtype: str, part: memoryview, slab: int) -> None:
-        if tensor in self._scales and not all_positive(part):
-            raise make_error(
-                "E105", f"{tensor!r}: a scale is not finite and positive", record=name, layer=self._layer(tensor, slab)
-            )
-        if tensor not in self._allow and not all_finite(part, dtype):
-            raise make_error(
-                "E104",
-                f"{tensor!r} holds NaN or infinity; find out why, or allow it by allow_non_finite=[{tensor!r}]",
-                record=name,
-                layer=self._layer(tensor, slab),
-            )
-
-    def _layer(self, tensor: str, slab: int) -> int | None:
-        return next((c.layers[slab] for c in self._schema.components if c.name == tensor), None)
-
 
 def _axes_of(schema: Schema) -> dict[str, tuple[object, ...]]:
     def sizes(axes: tuple[Axis, ...]) -> tuple[object, ...]:
@@ -163,8 +138,8 @@ def _axes_of(schema: Schema) -> dict[str, tuple[object, ...]]:
     return found
 
 
-def _owned(extra: str, document: Document, axes: Mapping[str, tuple[object, ...]]) -> NDArray[Any] | None:
-    """The extras whose content is the document itself."""
+def _owned(extra: str, document: Document, axes: Mapping[str, tuple[object, ...]]) -> NDArray[Any]:
+    """Content of one of the extras :data:`_OWNED`."""
     if extra == "token_ids":
         return document.token_ids
     if extra == "position_ids":
@@ -175,7 +150,5 @@ def _owned(extra: str, document: Document, axes: Mapping[str, tuple[object, ...]
         return np.ascontiguousarray(np.broadcast_to(positions, (rows, document.num_tokens)))
     if extra == "mask":
         return np.array([MASKS.index(document.mask), document.prefix_length], dtype="<u8")
-    if extra == "media":
-        packed = b"".join(entry.pack() for entry in document.media)
-        return np.frombuffer(packed, dtype=np.uint8).reshape(len(document.media), MEDIA_ENTRY_NBYTES)
-    return None
+    packed = b"".join(entry.pack() for entry in document.media)
+    return np.frombuffer(packed, dtype=np.uint8).reshape(len(document.media), MEDIA_ENTRY_NBYTES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvformat.codec.shard import encode_header
@@ -18,6 +19,7 @@ from kvformat.write.staging import Receipt, StagedRecord, Staging
 __all__ = ["ShardWriter", "hash_file"]
 
 _HASH_BLOCK = 1 << 20
+_ZEROS = bytes(limits.ALIGNMENT)
 
 
 class ShardWriter:
@@ -34,27 +36,22 @@ class ShardWriter:
         self.ordinal = ordinal
         self.path = staging.shard(ordinal)
         self.nbytes = 0
-        self._placements: list[Placement] = []
-        self._records: list[StagedRecord] = []
+        self.num_records = 0
+        self._records: list[tuple[Placement, bytes, bytes]] = []
         self._fd = files.create(self.path)
-
-    @property
-    def num_records(self) -> int:
-        """Records so far."""
-        return len(self._records)
 
     def add(self, placement: Placement, buffers: Sequence[Buffer], *, document: bytes, record_sum: bytes) -> int:
         """Append a record, whose tensors are given in stored order; returns its offset in the data."""
         offset = self.nbytes
         if self._header_size + offset + placement.nbytes > limits.MAX_FILE_NBYTES:
             raise make_error("E111", "the shard would have 2^48 bytes or more")
-        pad = bytes(placement.nbytes - placement.end)
+        pad = _ZEROS[: placement.nbytes - placement.end]
         written = self._files.write(self._fd, [*buffers, pad], self._header_size + offset, self.path)
         if written != placement.nbytes:
             raise make_error("E101", f"{written} bytes were given for a record of {placement.nbytes}", path=self.path)
         self.nbytes += placement.nbytes
-        self._placements.append(placement)
-        self._records.append(StagedRecord(dims=placement.dims, document=document.hex(), record_sum=record_sum.hex()))
+        self.num_records += 1
+        self._records.append((placement, document, record_sum))
         return offset
 
     def finish(self) -> Receipt:
@@ -64,17 +61,23 @@ class ShardWriter:
                 self._layout,
                 version=self._version,
                 ordinal=self.ordinal,
-                placements=self._placements,
+                placements=[placement for placement, _, _ in self._records],
                 header_size=self._header_size,
             )
             self._files.write(self._fd, [header], 0, self.path)
-            self._files.sync(self._fd, self.path)
-            digest = hash_file(self._fd, self.path)
+            # Beside each other: one waits for the disk, the other keeps a processor busy.
+            with ThreadPoolExecutor(1, thread_name_prefix="kvformat-sync") as helper:
+                synced = helper.submit(self._files.sync, self._fd, self.path)
+                digest = hash_file(self._fd, self.path)
+                synced.result()
         finally:
             self.close()
         receipt = Receipt(
             ordinal=self.ordinal,
-            records=tuple(self._records),
+            records=tuple(
+                StagedRecord(dims=placement.dims, document=document.hex(), record_sum=record_sum.hex())
+                for placement, document, record_sum in self._records
+            ),
             sha256=digest.hex(),
             size=self._header_size + self.nbytes,
         )

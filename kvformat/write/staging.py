@@ -8,6 +8,7 @@ import re
 import secrets
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from kvformat.errors import KVFormatError, make_error
@@ -55,6 +56,10 @@ class Receipt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     records: tuple[StagedRecord, ...]
     sha256: str
     size: int
+
+    def encode(self) -> bytes:
+        """Canonical JSON: integers and hexadecimal digits, members in order. The general encoder is slow at that."""
+        return msgspec.json.encode(self)
 
 
 class Staging:
@@ -151,8 +156,7 @@ class Staging:
 
     def add_receipt(self, receipt: Receipt) -> None:
         """Make a receipt durable. It appears whole or not at all."""
-        target = self.path / f"{receipt.ordinal:08d}.json"
-        self.add_file(target.name, canonical.encode(receipt))
+        self.add_file(f"{receipt.ordinal:08d}.json", receipt.encode())
 
     def add_file(self, name: str, data: bytes) -> Path:
         """Create a durable file in staging under its final name; one that is there already must be equal."""

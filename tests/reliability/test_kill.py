@@ -98,7 +98,7 @@ def test_kill_at_fifty_points(tmp_path, undisturbed):
         except kvformat.DatasetNotFoundError:
             assert killed
             with small.create(location, resume=True) as writer:
-                resumed = len(writer._staged)
+                resumed = writer._replay.num_shards
                 small.fill_many(writer, REPEATS)
             assert writer.id == identity
             seen["nothing staged" if resumed == 0 else "all staged" if resumed == SHARDS else "some staged"] += 1

@@ -119,7 +119,7 @@ def test_offsets_beyond_four_and_eight_gibibytes(tmp_path):
 def test_a_shard_beyond_the_limit(tmp_path):
     with pytest.raises(LostError), writer(tmp_path / "ds", shard_nbytes=limits.MAX_FILE_NBYTES) as out:
         out.add("a", kv(3), token_ids=ids(3))
-        out._shard.nbytes = limits.MAX_FILE_NBYTES // 4096 * 4096 - out._header_size - 8192
+        out._shards._shard.nbytes = limits.MAX_FILE_NBYTES // 4096 * 4096 - out._plan.header_size - 8192
         with pytest.raises(kvformat.InputError) as caught:
             out.add("b", kv(300), token_ids=ids(300))
         raise LostError

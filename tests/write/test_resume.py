@@ -51,7 +51,7 @@ def interrupted(tmp_path):
     location = tmp_path / "ds"
     with pytest.raises(LostError), start(location) as out:
         fill(out, 0, 7)
-        out._pool.shutdown(wait=True)
+        out._shards._finisher._pool.shutdown(wait=True)
         raise LostError
     assert [name for name in staged(location) if name.endswith(".json")] == [f"0000000{n}.json" for n in range(3)]
     return location
@@ -99,7 +99,7 @@ def test_a_failing_writer_that_does_not_resume_leaves_it_alone(interrupted):
 def test_another_plan_starts_anew(interrupted, options):
     before = staged(interrupted)
     with start(interrupted, **options) as out:
-        assert out._staged == type(out._staged)()
+        assert out._replay.num_shards == 0
         fill(out)
     read_with_warning(interrupted)
     assert staged(interrupted) == before
@@ -122,7 +122,7 @@ def read_with_warning(location):
 )
 def test_what_is_not_in_the_plan_may_change(interrupted, options):
     with start(interrupted, **options) as out:
-        assert len(out._staged) == 3
+        assert out._replay.num_shards == 3
         fill(out)
     read(interrupted)
 
@@ -190,8 +190,8 @@ def test_duplicates_and_aliases_are_replayed(tmp_path):
         out.alias("b2", "b")
         out.add("c", kv(5), token_ids=ids(5))
         if until == "c":
-            out._close_shard()
-            out._pool.shutdown(wait=True)
+            out._shards.close_shard()
+            out._shards._finisher._pool.shutdown(wait=True)
             raise LostError
         out.add("a last", kv(3), token_ids=ids(3))
         out.add("d", kv(6), token_ids=ids(6))
@@ -201,7 +201,7 @@ def test_duplicates_and_aliases_are_replayed(tmp_path):
     with pytest.raises(LostError), start(tmp_path / "ds") as broken:
         everything(broken, until="c")
     with start(tmp_path / "ds") as again:
-        assert [len(receipt.records) for receipt in again._staged] == [2, 1]
+        assert [len(receipt.records) for receipt in again._replay._left] == [2, 1]
         everything(again)
     # The shard that was closed early stays as it is: the bytes are decided.
     first, second = read(tmp_path / "at-once"), read(tmp_path / "ds")
@@ -298,7 +298,7 @@ def test_a_shard_of_another_size_is_found(interrupted, by):
 def test_what_stands_behind_a_gap_is_written_again(interrupted, undisturbed, gone):
     (staging(interrupted) / gone).unlink()
     with start(interrupted) as out:
-        assert len(out._staged) == 1
+        assert out._replay.num_shards == 1
         fill(out)
     assert out.id == undisturbed == read(interrupted).id
 
@@ -338,7 +338,7 @@ def test_a_damaged_receipt_is_found(interrupted, case):
 def test_a_staging_directory_without_a_plan_is_not_taken_over(interrupted, undisturbed):
     (staging(interrupted) / "plan.json").unlink()
     with start(interrupted) as out:
-        assert not out._staged
+        assert out._replay.num_shards == 0
         fill(out)
     assert out.id == undisturbed
     read_with_warning(interrupted)
@@ -353,7 +353,7 @@ def test_the_one_that_got_furthest_is_taken(interrupted, undisturbed):
             receipt.unlink()
     with start(interrupted) as out:
         assert out._staging.path == path
-        assert len(out._staged) == 3
+        assert out._replay.num_shards == 3
         fill(out)
     assert out.id == undisturbed
     read_with_warning(interrupted)
@@ -366,7 +366,7 @@ def test_a_live_writer_is_not_robbed(tmp_path):
     """Of two resuming writers with one plan the second is refused, and does no harm."""
     with start(tmp_path / "ds") as first:
         fill(first, 0, 5)
-        for finishing in first._finishing:
+        for finishing in first._shards._finisher._waiting:
             finishing.result()
         before = tree(tmp_path)
         with pytest.raises(kvformat.ConflictError) as caught:
