@@ -14,6 +14,7 @@ from kvformat.spec import limits
 from kvformat.spec.layout import Layout, Placement
 from kvformat.storage.faults import translated
 from kvformat.storage.local_write import Buffer, LocalFiles
+from kvformat.write.appender import Appender
 from kvformat.write.staging import Receipt, StagedRecord, Staging
 
 __all__ = ["ShardWriter", "hash_file"]
@@ -39,6 +40,7 @@ class ShardWriter:
         self.num_records = 0
         self._records: list[tuple[Placement, bytes, bytes]] = []
         self._fd = files.create(self.path)
+        self._appender = Appender(files, self._fd, self.path, header_size)
 
     def add(self, placement: Placement, buffers: Sequence[Buffer], *, document: bytes, record_sum: bytes) -> int:
         """Append a record, whose tensors are given in stored order; returns its offset in the data."""
@@ -46,7 +48,7 @@ class ShardWriter:
         if self._header_size + offset + placement.nbytes > limits.MAX_FILE_NBYTES:
             raise make_error("E111", "the shard would have 2^48 bytes or more")
         pad = _ZEROS[: placement.nbytes - placement.end]
-        written = self._files.write(self._fd, [*buffers, pad], self._header_size + offset, self.path)
+        written = self._appender.append([*buffers, pad])
         if written != placement.nbytes:
             raise make_error("E101", f"{written} bytes were given for a record of {placement.nbytes}", path=self.path)
         self.nbytes += placement.nbytes
@@ -64,6 +66,7 @@ class ShardWriter:
                 placements=[placement for placement, _, _ in self._records],
                 header_size=self._header_size,
             )
+            self._appender.flush()
             self._files.write(self._fd, [header], 0, self.path)
             # Beside each other: one waits for the disk, the other keeps a processor busy.
             with ThreadPoolExecutor(1, thread_name_prefix="kvformat-sync") as helper:

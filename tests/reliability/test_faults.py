@@ -19,6 +19,7 @@ from kvformat.storage import local_write
 from kvformat.storage.local_write import LocalFiles
 from kvformat.testing.faults import FaultyFiles, InterruptedFiles
 from kvformat.testing.recording import RecordingFiles, replay
+from kvformat.write import appender
 from tests.reliability import small
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -240,7 +241,8 @@ def test_a_resuming_writer_keeps_its_shards(tmp_path, undisturbed, kind, number,
     assert len(kept) > 1 or kind == "make_dir", "no run kept shards"
 
 
-def test_bytes_needed_are_those_of_the_record(tmp_path):
+def test_the_bytes_that_had_no_space_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(appender, "_PIECE_NBYTES", 4096)
     files = FaultyFiles("write", nth=1, error=errno.ENOSPC)  # the plan comes first
     error = attempt(tmp_path / "ds", files, resume=False)
     assert error.code == "E200"

@@ -16,6 +16,7 @@ from kvformat import Axis, Extra, Media, Schema, Text
 from kvformat.codes import CODES
 from kvformat.errors import KVFormatError
 from kvformat.spec import limits
+from kvformat.write import appender
 from tests.write.make import all_bytes, component, ids, kv, read, scaled, schema, single, tree, writer
 
 
@@ -660,8 +661,9 @@ def test_an_exception_leaves_what_was_there(tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_a_failed_writer_publishes_nothing(tmp_path):
+def test_a_failed_writer_publishes_nothing(tmp_path, monkeypatch):
     """Also where the caller swallows the error."""
+    monkeypatch.setattr(appender, "_PIECE_NBYTES", 4096)
 
     class Full(kvformat.storage.local_write.LocalFiles):
         def write(self, fd, buffers, offset, path):
