@@ -71,7 +71,7 @@ def measure(shape: Shape, path: Path, *, rounds: int, names: Sequence[str]) -> l
     print_table(title, found, against=against, unit="us", note="x: times as fast")
     print_notes(contenders)
     print_missing(field.missing)
-    return _bars(shape, {series.contender.name: series for series in found}, best)
+    return _bars(shape, {series.contender.name: series for series in found}, best, field.missing)
 
 
 def _limited(contender: Contender, limit: int) -> Contender:
@@ -83,8 +83,14 @@ def _best_peer(found: Sequence[Series]) -> Series | None:
     return min(peers_alone, key=lambda s: float(np.median(s.micros)), default=None)
 
 
-def _bars(shape: Shape, found: dict[str, Series], best: Series | None) -> list[Bar]:
-    bars = []
+def _bars(
+    shape: Shape, found: dict[str, Series], best: Series | None, missing: Sequence[tuple[str, str]]
+) -> list[Bar]:
+    """A bar against the best peer counts where every peer took part."""
+    bars = [
+        Bar(what=f"{shape.name}: the best peer", target="all took part", found=f"{name} is missing", met=False)
+        for name, _ in missing
+    ]
     for mode in ("off", "first"):
         ours = found[f"kvformat {mode}"]
         rivals = [(found[MEMMOVE], 0.85)] + ([(best, 0.95)] if best else [])

@@ -112,7 +112,7 @@ def measure(shape: Shape, path: Path, *, rounds: int, names: Sequence[str]) -> l
     print_table(title, found, against=against, unit="GB/s", note="x: times as fast; `verify`: what is computed")
     print_notes(contenders)
     print_missing(missing)
-    return _bars(shape, {series.contender.name: series for series in found}, best)
+    return _bars(shape, {series.contender.name: series for series in found}, best, missing)
 
 
 def _prove(home: Path, write: Callable[[Path], None], corpus: Corpus, check: Callable[[peers.Reader], None]) -> None:
@@ -140,8 +140,14 @@ def _best_peer(found: Sequence[Series]) -> Series | None:
     return min(peers_alone, key=lambda s: statistics.median(s.seconds), default=None)
 
 
-def _bars(shape: Shape, found: dict[str, Series], best: Series | None) -> list[Bar]:
-    bars = []
+def _bars(
+    shape: Shape, found: dict[str, Series], best: Series | None, missing: Sequence[tuple[str, str]]
+) -> list[Bar]:
+    """A bar against the best peer counts where every peer took part."""
+    bars = [
+        Bar(what=f"{shape.name}: the best peer", target="all took part", found=f"{name} is missing", met=False)
+        for name, _ in missing
+    ]
     for other, target in [(found[RAW], 0.8), *([(best, 0.95)] if best else [])]:
         ratio = found[ours.NAME].speed_over(other)
         what = f"{shape.name}: write, digests and fsync included, against {other.contender.name}"

@@ -133,6 +133,12 @@ def test_any_text_is_judged_alike(data: bytes) -> None:
     assert package_code(data) == reference_code(data)
 
 
+def test_a_string_without_an_end_is_passed_over_once() -> None:
+    """Each quote in it taken for another beginning would make minutes of this."""
+    assert package_code(b'{"a":"' + b'\\"' * 500_000) == "E011"
+    assert package_code(b'{"a":"' + b"[" * 40) == "E011"
+
+
 @pytest.mark.parametrize("depth", [31, 32])
 def test_depth_is_counted_outside_strings(depth: int) -> None:
     arrays = b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b',"b":"' + b"[{" * 100 + b'"}'

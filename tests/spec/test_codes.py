@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from kvformat.codes import CODES
 from tests.spec.reference import SPEC, script
@@ -58,3 +59,11 @@ def test_every_must_of_a_reader_has_a_code() -> None:
     without = [rule for rule in rules if "MUST" in rule and not re.search(r"[EW]\d{3}", rule)]
     assert [rule for rule in without if not any(known in rule for known in conduct)] == []
     assert len(rules) > 60
+
+
+def test_every_code_without_a_vector_is_tested(repository: Path) -> None:
+    """Reader codes have vectors; of all others, one test at least names the code it expects."""
+    here = repository / "tests" / "spec" / "test_codes.py"
+    tests = "".join(path.read_text(encoding="utf-8") for path in (repository / "tests").rglob("*.py") if path != here)
+    others = [code for code, entry in CODES.items() if entry.kind != "reader"]
+    assert [code for code in others if not re.search(rf"\b{code}\b", tests)] == []

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 
 import kvformat
 from kvformat.codes import CODES
@@ -138,7 +139,26 @@ def test_random_edits_are_judged_alike(seed: int, base, tmp_path: Path) -> None:
         # What a reader stumbles over, verification finds; a name it cannot find is a damaged look-up table.
         assert raised is None or raised in codes, f"{what}: {raised} against {codes}"
         assert not wrong or codes, what
+        if code is None:
+            check_stock(path)
     assert 0 < accepted < 30
+
+
+def check_stock(path: Path) -> None:
+    """What is accepted, stock safetensors opens with the same tensors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"\[W003\]")
+        dataset = kvformat.open(path)
+    tensors = [*dataset.schema.components, *dataset.schema.extras]
+    for ordinal in range(dataset.manifest.totals.shards):
+        shard = dataset.index.shard(ordinal)
+        stock = dict(safetensors.deserialize((path / shard.path).read_bytes()))
+        for number in range(shard.first, shard.end):
+            for tensor in tensors:
+                found = stock[f"{number - shard.first:04d}/{tensor.name}"]
+                placed = dataset.layout.place(tuple(dataset[number].dims.values())).tensors[tensor.name]
+                assert (found["dtype"], tuple(found["shape"])) == (tensor.dtype, placed.shape)
+                assert bytes(found["data"]) == bytes(dataset[number].stored(tensor.name))
 
 
 def touched(path: Path) -> tuple[int, str | None]:
