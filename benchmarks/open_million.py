@@ -247,7 +247,7 @@ def _print(found: dict[str, dict[str, list[float]]], count: int) -> None:
     table = Table(
         title=f"open {count:,} records, processes of their own, medians (p25 - p75 of open)",
         title_justify="left",
-        caption="x lazy: times as long; first lookup: of the whole process, verifying the parts it needs where they are lazy",
+        caption="x lazy: times as long; first lookup: of the process, verifying parts that are lazy",
         caption_justify="left",
     )
     table.add_column("contender")
