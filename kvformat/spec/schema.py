@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
 
+from kvformat.errors import make_error
 from kvformat.spec import limits
 
 __all__ = ["Axis", "Component", "Extra", "Last", "Quant", "Role", "Schema", "Shared", "Stage"]
@@ -38,6 +39,7 @@ ITEM_SIZES = {
     "U64": 8,
 }
 COMPONENT_DTYPES = frozenset({"BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "I8"})
+UNIFORM_DTYPES = ("BF16", "F16", "F32")
 QUANTISED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8"})
 STAGED_ROLES = frozenset({"key", "rope_key", "latent"})
 SHARED_ROLES = frozenset({"key", "value", "latent", "rope_key", "key_scale", "value_scale"})
@@ -162,8 +164,25 @@ class Schema(_Base, frozen=True, kw_only=True):
             Model layer indices; ``0..num_layers-1`` when absent.
         token_ids
             Store the token ids beside each record, so that its document digest can be recomputed.
+
+        Raises
+        ------
+        UsageError
+            E081 for sizes below 1, and for a dtype or stage that does not exist.
         """
+        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        if v_head_dim is not None:
+            sizes["v_head_dim"] = v_head_dim
+        for what, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise make_error("E081", f"{what} must be an integer of 1 or more, found {size!r}")
+        for what, value, allowed in (("dtype", dtype, UNIFORM_DTYPES), ("key_stage", key_stage, get_args(Stage))):
+            if value not in allowed:
+                raise make_error("E081", f"{what} must be one of {', '.join(allowed)}, found {value!r}")
         stored = tuple(range(num_layers)) if layers is None else tuple(layers)
+        if len(stored) != num_layers:
+            message = f"num_layers is the number of layers stored: found {num_layers}, and {len(stored)} in layers"
+            raise make_error("E081", message)
 
         def component(name: str, role: Role, width: int, stage: Stage | None) -> Component:
             return Component(

@@ -56,7 +56,8 @@ def create(
         Most records of a shard. The header of every shard is as large as that many records demand.
     resume
         Continue what an interrupted run with the same plan left staged: the caller replays the same adds. An exception
-        then keeps the finished shards.
+        then keeps the finished shards. Documents, values, schema, context and shard sizes must be those of that run;
+        names, text, provenance and files are not staged, and may be others.
     tag
         Part of the plan: two runs with different tags never continue each other.
     on_duplicate
@@ -76,8 +77,15 @@ def create(
     DatasetExistsError
         E100, when the block is entered.
     FormatError, UsageError
-        E030 to E040 for a schema that breaks a rule, E081 for other arguments.
+        E018, E030 to E040 for a schema that breaks a rule, E081 for other arguments.
     """
+    for what, value, wanted, how in (
+        ("schema", schema, Schema, "see Schema.uniform"),
+        ("context", context, Context, "pass Context.unknown() where nobody knows it"),
+        ("text", text or Text(), Text, "see Text"),
+    ):
+        if not isinstance(value, wanted):
+            raise make_error("E081", f"{what} must be a {wanted.__name__}, found {value!r:.80}: {how}")
     if not _whole(shard_nbytes, limits.MAX_FILE_NBYTES):
         raise make_error("E081", f"shard_nbytes must be an integer of 1 to 2^48-1, found {shard_nbytes}")
     if not _whole(shard_slots, limits.MAX_SHARD_SLOTS):

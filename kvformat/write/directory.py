@@ -59,14 +59,26 @@ class Directory:
                 path = path.parent
         if not path.is_dir():
             raise make_error("E207", "a file stands where the dataset's directory is needed", path=path)
+        for folder in missing:
+            if folder.is_symlink():
+                raise make_error("E207", "a symbolic link that leads nowhere stands here: remove it", path=folder)
         if missing:
             self._sync_existing(path.parent)
         for folder in reversed(missing):
             self._made.append(folder)  # before it is made: an interrupt may come in between
-            if self._files.make_dir(folder):
+            if self._make_one(folder):
                 self._files.sync_dir(folder.parent)
             else:
                 self._made.pop()
+
+    def _make_one(self, folder: Path) -> bool:
+        try:
+            return self._files.make_dir(folder)
+        except KVFormatError as error:
+            if error.code == "E002" and folder.parent.is_dir():
+                message = "no directory can be made here: choose a location on a file system that takes files"
+                raise make_error("E207", message, path=folder) from error
+            raise
 
     def _sync_existing(self, folder: Path) -> None:
         """Sync what a killed writer may have made an entry in; it need not be ours to open."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvformat.codec.shard import sum_record
-from kvformat.errors import make_error
+from kvformat.errors import KVFormatError, make_error
 from kvformat.spec.document import MASKS, MEDIA_ENTRY_NBYTES, Document
 from kvformat.spec.layout import Layout, Placement
 from kvformat.spec.schema import Axis, Schema
@@ -69,20 +69,42 @@ class RecordEncoder:
         for slabs in self._slabs:
             tensor = slabs.name
             placed = placement.tensors[tensor]
-            data = stored_bytes(
-                given[tensor], dtype=placed.dtype, shape=placed.shape, what=repr(tensor), record=name
-            ).data
+            try:
+                data = stored_bytes(
+                    given[tensor], dtype=placed.dtype, shape=placed.shape, what=repr(tensor), record=name
+                ).data
+            except KVFormatError as error:
+                if error.code == "E101":
+                    raise self._explained(error, tensor, document) from None
+                raise
             sums[slabs.first_sum : slabs.first_sum + slabs.num_slabs] = slabs.sums(data, record=name)
             buffers[tensor] = data
         stored, record_sum = sum_record(placement.dims, sums)
         buffers["sums"] = memoryview(stored)
         return EncodedRecord(placement, [buffers[tensor] for tensor in placement.tensors], record_sum)
 
+    def _explained(self, error: KVFormatError, tensor: str, document: Document) -> KVFormatError:
+        """A wrong shape, with what its axes are."""
+        axes = next((c.axes for c in self._schema.components if c.name == tensor), None)
+        if axes is None:
+            names = [axis.name for extra in self._schema.extras if extra.name == tensor for axis in extra.axes]
+        else:
+            names = ["layers", *(axis.name for axis in axes)]
+        return make_error(
+            "E101",
+            f"{error.message}: its axes are [{', '.join(names)}], and the document has {document.num_tokens} tokens",
+            record=error.record,
+        )
+
     def _gather(
         self, name: str, document: Document, components: Mapping[str, Any], extras: Mapping[str, Any]
     ) -> dict[str, Any]:
         """All tensors by name: those given, and the extras whose content is the document itself."""
         self._refuse_lost_inputs(name, document)
+        for what, value in (("components", components), ("extras", extras)):
+            if not isinstance(value, Mapping):
+                message = f"{what} must be a mapping of names to tensors, found {type(value).__name__}"
+                raise make_error("E081", message, record=name)
         if components.keys() != self._components or extras.keys() != self._extras:
             given, everything = [*components, *extras], self._components | self._extras
             misplaced = (components.keys() & self._extras) | (extras.keys() & self._components)

@@ -82,8 +82,6 @@ OUTSIDE: dict[str, tuple[Any, str]] = {
     "extra named pad": (of(component(), extras=(Extra(name="pad", axes=(TOKENS,), dtype="I32"),)), "E030"),
     "shared below zero": (of(component(), shared=(Shared(layer=1, source=-1),)), "E018"),
     "text for dims": (of(component(), dims="tokens"), "E018"),
-    "no schema": (None, "E018"),
-    "dict for a schema": ({}, "E018"),
 }
 
 
@@ -95,6 +93,14 @@ def test_what_is_out_of_bounds_is_refused_before_anything_is_made(case: str, tmp
     assert refused.value.code == code
     assert "schema" in refused.value.message
     assert not (tmp_path / "ds").exists()
+
+
+@pytest.mark.parametrize("schema", [None, {}])
+def test_what_is_no_schema_at_all_is_an_argument_of_another_type(schema: object, tmp_path: Path) -> None:
+    with pytest.raises(kvformat.UsageError, match=r"E081.*schema must be a Schema"):
+        kvformat.create(tmp_path / "ds", schema=schema, context=kvformat.Context.unknown())
+    with pytest.raises(kvformat.FormatError, match="E018"):
+        check_schema(schema)
 
 
 def test_the_message_says_where() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import kvformat
+from kvformat.errors import StorageError
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write.directory import Directory
 from kvformat.write.staging import Plan
@@ -47,3 +50,16 @@ def test_a_file_in_the_way(tmp_path):
     assert caught.value.code == "E207"
     directory.remove()
     assert tree(tmp_path) == ["file"]
+
+
+def test_a_link_that_leads_nowhere_is_in_the_way(tmp_path):
+    (tmp_path / "ds").symlink_to(tmp_path / "gone")
+    with pytest.raises(StorageError, match="leads nowhere") as caught:
+        Directory(LocalFiles(), tmp_path / "ds").stage(PLAN, resume=False)
+    assert caught.value.code == "E207"
+
+
+def test_a_file_system_that_takes_no_directories_is_named_as_such():
+    with pytest.raises(StorageError, match="no directory can be made here") as caught:
+        Directory(LocalFiles(), Path("/proc/kvformat-test")).stage(PLAN, resume=False)
+    assert caught.value.code == "E207"

@@ -17,7 +17,7 @@ from kvformat.codes import CODES
 from kvformat.errors import KVFormatError
 from kvformat.spec import limits
 from kvformat.write import appender
-from tests.write.make import all_bytes, component, ids, kv, read, scaled, schema, single, tree, writer
+from tests.write.make import UNIFORM, all_bytes, component, ids, kv, read, scaled, schema, single, tree, writer
 
 
 class LostError(Exception):
@@ -227,6 +227,9 @@ def with_value(value):
 
 REFUSALS = {
     "shape": ("E101", lambda w: w.add("x", {**kv(), "v": kv(4)["v"]}, token_ids=ids())),
+    "no-mapping": ("E081", lambda w: w.add("x", tuple(kv().values()), token_ids=ids())),
+    "no-components": ("E081", lambda w: w.add("x", None, token_ids=ids())),
+    "no-mapping-of-extras": ("E081", lambda w: w.add("x", kv(), token_ids=ids(), extras=[1])),
     "shape-of-all": ("E101", lambda w: w.add("x", kv(4), token_ids=ids(3))),
     "shape-fewer-axes": ("E101", lambda w: w.add("x", {**kv(), "k": kv()["k"][0]}, token_ids=ids())),
     "shape-torch": ("E101", lambda w: w.add("x", {**kv(), "k": torch.zeros(2, 3, 4, 2).half()}, token_ids=ids())),
@@ -327,7 +330,10 @@ def refusal(tmp_path, call, **options):
 def test_a_shape_error_says_what_and_where(tmp_path):
     error = refusal(tmp_path, lambda w: w.add("clip", {**kv(), "v": kv(4)["v"]}, token_ids=ids()))
     assert error.record == "clip"
-    assert error.message == "'v': shape [2, 4, 2, 4], expected [2, 3, 2, 4]"
+    assert error.message == (
+        "'v': shape [2, 4, 2, 4], expected [2, 3, 2, 4]: its axes are [layers, tokens, heads, head_dim], "
+        "and the document has 3 tokens"
+    )
 
 
 def test_a_dtype_error_says_what_and_where(tmp_path):
@@ -687,6 +693,13 @@ def test_a_failed_writer_publishes_nothing(tmp_path, monkeypatch):
         assert later.value.code == "E115"
     assert caught.value.code == "E115"
     assert tree(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["schema", "context", "text"])
+def test_other_things_are_no_schema_context_or_text(tmp_path, name):
+    given = {"schema": UNIFORM, "context": kvformat.Context.unknown(), name: "unknown"}
+    with pytest.raises(kvformat.UsageError, match=f"{name} must be a .* found 'unknown'"):
+        kvformat.create(tmp_path / "ds", **given)
 
 
 def test_an_interrupt_in_the_middle_of_an_add_is_final(tmp_path, monkeypatch):
