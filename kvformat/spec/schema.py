@@ -170,7 +170,7 @@ class Schema(_Base, frozen=True, kw_only=True):
         UsageError
             E081 for sizes below 1, and for a dtype or stage that does not exist.
         """
-        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        sizes: dict[str, object] = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         if v_head_dim is not None:
             sizes["v_head_dim"] = v_head_dim
         for what, size in sizes.items():

@@ -101,7 +101,8 @@ class RecordEncoder:
     ) -> dict[str, Any]:
         """All tensors by name: those given, and the extras whose content is the document itself."""
         self._refuse_lost_inputs(name, document)
-        for what, value in (("components", components), ("extras", extras)):
+        both: dict[str, object] = {"components": components, "extras": extras}
+        for what, value in both.items():
             if not isinstance(value, Mapping):
                 message = f"{what} must be a mapping of names to tensors, found {type(value).__name__}"
                 raise make_error("E081", message, record=name)
