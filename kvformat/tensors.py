@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["flat_bytes", "from_buffer", "stored_bytes", "torch_dtype", "writable_bytes"]
 
+_FIELD_NAME = re.compile(":[^:]*:")
 _NAMES = {
     "BF16": "bfloat16",
     "F16": "float16",
@@ -65,14 +67,14 @@ def flat_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
     """Writable bytes of a contiguous CPU tensor, ``[nbytes]``; E081 where it is something else."""
     import torch
 
-    if tensor.dtype != torch_dtype(dtype) or tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not isinstance(tensor, torch.Tensor):
+        raise make_error("E081", f"expected a tensor to copy into, found {type(tensor).__name__}")
+    if tensor.dtype != torch_dtype(dtype) or not _is_memory(tensor):
         raise make_error(
             "E081",
             f"expected a contiguous CPU tensor of {torch_dtype(dtype)}, found {tensor.dtype} on {tensor.device}",
         )
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    found: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return found
+    return _memory(tensor)
 
 
 def writable_bytes(out: Any) -> memoryview:
@@ -82,12 +84,12 @@ def writable_bytes(out: Any) -> memoryview:
         import torch
 
         if isinstance(out, torch.Tensor):
-            if out.device.type != "cpu" or not out.is_contiguous():
+            if not _is_memory(out):
                 raise make_error("E081", f"expected a contiguous CPU tensor, found one on {out.device}")
-            out = out.detach().as_strided((out.numel(),), (1,)).view(torch.uint8).numpy()
+            out = _memory(out)
     try:
         view = memoryview(out)
-        if not view.readonly and view.c_contiguous:
+        if not view.readonly and view.c_contiguous and not _holds_objects(view.format):
             return view.cast("B") if view.nbytes else memoryview(bytearray())
     except (TypeError, ValueError):
         pass
@@ -128,6 +130,32 @@ def stored_bytes(value: Any, *, dtype: str, shape: tuple[int, ...], what: str, r
     # One element with an odd stride counts as contiguous, and cannot be viewed as bytes.
     found: NDArray[np.uint8] = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
     return found
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is, byte by byte, one piece of this process's memory."""
+    import torch
+
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
+
+
+def _memory(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    import torch
+
+    # One element with an odd stride counts as contiguous, and cannot be viewed as bytes.
+    found: NDArray[np.uint8] = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return found
+
+
+def _holds_objects(form: str) -> bool:
+    """Whether a buffer's format has pointers to Python objects, which bytes must not overwrite."""
+    return "O" in form and "O" in _FIELD_NAME.sub("", form)
 
 
 def _is_plain(value: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:

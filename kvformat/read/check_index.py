@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from kvformat.spec import digests, limits
 from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import Manifest
 
-__all__ = ["check_lookups", "check_names", "check_padding", "check_rows", "check_shards"]
+__all__ = ["check_lookups", "check_names", "check_padding", "check_rows", "check_shards", "check_tokens"]
 
 Faults = Iterator[KVFormatError]
 U64 = NDArray[np.uint64]
@@ -42,15 +42,13 @@ def check_shards(index: IndexReader, manifest: Manifest) -> Faults:
 
 
 def check_rows(index: IndexReader, manifest: Manifest, layout: Layout) -> Faults:
-    """E053, E054, E055 and E020 of the rows table; the shards table must be sound."""
+    """E053, E054 and E055 of the rows table; the shards table must be sound."""
     first = _column(index.shards, "first_record").astype(np.int64)
     data_end = _column(index.shards, "size").astype(np.int64) - manifest.header_size
-    tokens = 0
     for number, start in enumerate(index.rows.starts[:-1]):
         path = index.rows.path(number)
         columns = index.rows.part(number)
         dims = columns.arrays["dims"]
-        tokens += int(dims[:, 0].sum(dtype=np.uint64))
         shard = np.searchsorted(first, start)
         if shard == len(first) or first[shard] != start:
             yield make_error("E055", f"the part begins with record {start}, inside a shard", path=path)
@@ -85,6 +83,12 @@ def check_rows(index: IndexReader, manifest: Manifest, layout: Layout) -> Faults
                 path=path,
                 record=start + int(ends[at]) - 1,
             )
+
+
+def check_tokens(index: IndexReader, manifest: Manifest) -> Faults:
+    """E020 of the rows table."""
+    parts = range(len(index.rows.parts))
+    tokens = sum(int(index.rows.part(number).arrays["dims"][:, 0].sum(dtype=np.uint64)) for number in parts)
     if tokens != manifest.totals.tokens:
         yield make_error(
             "E020",
@@ -137,16 +141,14 @@ def check_lookups(index: IndexReader, manifest: Manifest) -> Faults:
             for n in range(len(index.rows.parts))
         ]
     )
-    for slot, other in _equal_pairs(documents):
-        if index.document(slot) == index.document(other):
-            yield make_error(
-                "E058", f"records {slot} and {other} hold the same document", path=index.rows.path(0), record=other
-            )
+    for slot, other in _equal(documents, index.document):
+        yield make_error(
+            "E058", f"records {slot} and {other} hold the same document", path=index.rows.path(0), record=other
+        )
     names = [name for name, _ in index.all_names()]
     keys = np.fromiter((digests.name_key(name.encode()) for name in names), dtype=np.uint64, count=len(names))
-    for slot, other in _equal_pairs(keys):
-        if names[slot] == names[other]:
-            yield make_error("E057", "the name stands twice", path=index.names.path(0), record=names[slot])
+    for slot, _ in _equal(keys, names.__getitem__):
+        yield make_error("E057", "the name stands twice", path=index.names.path(0), record=names[slot])
     taken = set(names) if manifest.skipped else set()
     for skipped in manifest.skipped:
         if skipped.name in taken:
@@ -157,9 +159,10 @@ def check_lookups(index: IndexReader, manifest: Manifest) -> Faults:
     yield from _check_lookup(index.name_keys, keys)
 
 
-def check_padding(index: IndexReader) -> Faults:
-    """E076 of all parts."""
-    for table in (index.shards, index.rows, index.names, index.document_keys, index.name_keys):
+def check_padding(index: IndexReader, tables: Iterable[str]) -> Faults:
+    """E076 of all parts of these tables."""
+    for name in tables:
+        table = getattr(index, name)
         for number in range(len(table.parts)):
             if not table.part(number).padding_is_zero(table.buffer(number)):
                 yield make_error("E076", "padding of the index part is not zero", path=table.path(number))
@@ -216,12 +219,20 @@ def _record_sizes(dims: NDArray[Any], layout: Layout) -> NDArray[np.int64]:
     return sizes[inverse.reshape(-1)]
 
 
-def _equal_pairs(keys: U64) -> Iterator[tuple[int, int]]:
-    """Pairs of positions with equal keys, neighbours in a stable order."""
+def _equal(keys: U64, value: Callable[[int], bytes | str]) -> Iterator[tuple[int, int]]:
+    """Positions whose value stands before, each behind the first such position. Equal values have equal keys."""
     order = np.argsort(keys, kind="stable")
     ranked = keys[order]
+    first: dict[bytes | str, int] = {}
+    last = -1
     for at in np.flatnonzero(ranked[1:] == ranked[:-1]).tolist():
-        yield int(order[at]), int(order[at + 1])
+        if at != last:
+            first = {value(int(order[at])): int(order[at])}
+        last = at + 1
+        position = int(order[last])
+        found = first.setdefault(value(position), position)
+        if found != position:
+            yield found, position
 
 
 def _column(table: Any, name: str) -> U64:

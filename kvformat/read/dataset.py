@@ -7,6 +7,7 @@ import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvformat.errors import KVFormatError, KVFormatWarning, make_error
@@ -191,9 +192,9 @@ class Dataset:
         ValueError
             E081 where ``out`` cannot be written to, or is too small.
         """
-        if type(key) is int and 0 <= key < self._length and type(out) is memoryview and out.contiguous:
+        if type(key) is int and 0 <= key < self._length and type(out) is memoryview:
             pool = self.shards
-            shard = pool.listed[bisect_right(pool.firsts, key) - 1]
+            shard = pool.listed[bisect_right(pool.firsts, key)]
             if shard is not None:
                 at = 2 * (key - shard.first)
                 end = shard.spans[at + 1]
@@ -201,11 +202,11 @@ class Dataset:
                     start = shard.spans[at]
                     nbytes = end - start
                     try:
-                        out[:nbytes] = shard.memory[start:end]  # type: ignore[index]  # spans are of mapped shards
+                        if out.contiguous:
+                            out[:nbytes] = shard.memory[start:end]  # type: ignore[index]  # spans are of mapped shards
+                            return nbytes
                     except (TypeError, ValueError, NotImplementedError):
-                        pass  # not bytes, not writable, or too small: said below
-                    else:
-                        return nbytes
+                        pass  # not bytes, not writable, too small, or released: said below
         return self[key].copy_body(writable_bytes(out))
 
     def read_slab_into(self, key: int | str, role: str, layer: int, out: Any) -> int:
@@ -226,9 +227,9 @@ class Dataset:
             As :meth:`read_into` and :meth:`Record.slab`.
         """
         name, row = self._slab_of.get((role, layer)) or self.slab_of(role, layer)
-        if type(key) is int and 0 <= key < self._length and type(out) is memoryview and out.contiguous:
+        if type(key) is int and 0 <= key < self._length and type(out) is memoryview:
             pool = self.shards
-            shard = pool.listed[bisect_right(pool.firsts, key) - 1]
+            shard = pool.listed[bisect_right(pool.firsts, key)]
             if shard is not None:
                 slot = key - shard.first
                 if shard.spans[2 * slot + 1]:
@@ -237,11 +238,11 @@ class Dataset:
                     nbytes = placed.slab_nbytes
                     start += placed.offset + row * nbytes
                     try:
-                        out[:nbytes] = shard.memory[start : start + nbytes]  # type: ignore[index]  # as above
+                        if out.contiguous:
+                            out[:nbytes] = shard.memory[start : start + nbytes]  # type: ignore[index]  # as above
+                            return nbytes
                     except (TypeError, ValueError, NotImplementedError):
                         pass  # as above
-                    else:
-                        return nbytes
         return self[key].copy_slab(writable_bytes(out), name, row)
 
     def tensors_in(self, buffer: Any, key: int | str) -> dict[str, torch.Tensor]:
@@ -265,8 +266,8 @@ class Dataset:
                 raise make_error("E080", f"no record is named {key!r}", path=self.location, record=key)
             return number
         try:
-            return int(key.__index__())
-        except AttributeError:
+            return index(key)
+        except TypeError:
             raise make_error("E081", f"records are looked up by number or name, found {type(key).__name__}") from None
 
     def _wrap(self, key: int) -> int:
@@ -317,7 +318,9 @@ def open_dataset(
         ``first``: every index part and slab is verified when this process first touches it. ``always``: at every
         access. ``off``: never; said explicitly by those who verified otherwise.
     io
-        ``mmap`` files, read them by ``pread``, or ``auto``: pread on network and FUSE mounts, mmap elsewhere.
+        ``mmap`` files, read them by ``pread``, or ``auto``: pread on network and FUSE mounts, mmap elsewhere. A file
+        that is cut short while it is mapped ends the process with SIGBUS; by ``pread`` that is E005. So replace or
+        remove the files of a dataset that is open; do not write to them.
     max_open_files
         Shards held open; tensors that are alive keep theirs mapped beyond that.
 
@@ -337,7 +340,7 @@ def open_dataset(
     if io not in ("auto", "mmap", "pread"):
         raise make_error("E081", f"io must be auto, mmap or pread, found {io!r}")
     root = local_path(location)
-    reader = LocalReader(root, use_mmap=io == "mmap" or (io == "auto" and root.exists() and not prefers_pread(root)))
+    reader = LocalReader(root, use_mmap=io == "mmap" or (io == "auto" and not prefers_pread(root)))
     identity, manifest, layout = load_manifest(reader, expected_id=expected_id)
     minor = int(manifest.version.partition(".")[2])
     if minor > limits.MINOR:

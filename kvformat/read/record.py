@@ -179,9 +179,10 @@ class Record(StoredRecord):
         return view.clone() if copy else view
 
     def _target(self, out: torch.Tensor, placed: Placed, shape: tuple[int, ...]) -> memoryview:
+        found = flat_bytes(out, placed.dtype)
         if tuple(out.shape) != shape:
             raise make_error("E081", f"out has shape {list(out.shape)}, expected {list(shape)}", record=self.index)
-        return flat_bytes(out, placed.dtype).data
+        return found.data
 
 
 def _reopen(dataset: Dataset, index: int) -> Record:

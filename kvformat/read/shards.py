@@ -19,22 +19,32 @@ if TYPE_CHECKING:
 
 __all__ = ["Checks", "OpenShard", "ShardPool"]
 
-TOUCHED = 1 << 61
-SUMS_CHECKED = 1 << 62
-_BITS = 60
+TOUCHED = 1
+SUMS_CHECKED = 2
+_BITS = 64
 _LISTED = 1 << 14
 
 
 class Checks:
-    """What was verified of the records of one file: a bit a tensor, and two for sums and first touch."""
+    """What was verified of the records of one file.
 
-    __slots__ = ("flags", "identity", "slabs")
+    Attributes
+    ----------
+    flags
+        By record of the shard, a bit for each tensor that was verified whole, as :attr:`Placed.bit` numbers them.
+    slabs
+        Slabs verified of tensors that are not verified whole, by (record in the shard, tensor).
+    steps
+        By record of the shard, ``TOUCHED`` and ``SUMS_CHECKED``.
+    """
+
+    __slots__ = ("flags", "identity", "slabs", "steps")
 
     def __init__(self, identity: FileIdentity, records: int, tensors: int) -> None:
         self.identity = identity
         self.flags: MutableSequence[int] = array("Q", bytes(8 * records)) if tensors <= _BITS else [0] * records
         self.slabs: dict[tuple[int, int], int] = {}
-        """Slabs verified of tensors that are not verified whole, by (record in the shard, tensor)."""
+        self.steps = bytearray(records)
 
 
 class OpenShard:
@@ -85,7 +95,8 @@ class ShardPool:
     firsts
         By ordinal, the first record of every shard, in ascending order; empty where there are too many to list.
     listed
-        Where :attr:`firsts` is not empty, the open shards by ordinal, None in place of others.
+        None, and behind it by ordinal the open shards, None in place of others. So the shard of a record is the one at
+        ``bisect_right(firsts, record)``, and None while :attr:`firsts` is empty.
     """
 
     def __init__(self, reader: LocalReader, index: IndexReader, *, max_open_files: int, tensors: int) -> None:
@@ -97,7 +108,8 @@ class ShardPool:
         self._tensors = tensors
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self.firsts: list[int] = []
-        self.listed: list[OpenShard | None] = [None]
+        shards = index.shards.starts[-1]
+        self.listed: list[OpenShard | None] = [None] * (1 + (shards if shards <= _LISTED else 0))
         self._checks: dict[int, Checks] = {}
 
     @property
@@ -113,33 +125,34 @@ class ShardPool:
         """An open shard."""
         found = self._open.get(ordinal)
         if found is None:
-            return self._add(ordinal)
-        if len(self._open) >= self._limit:  # else none will be dropped, and their order is of no account
+            found = self._open_shard(ordinal)
+            self._keep(ordinal, found)
+        elif len(self._open) >= self._limit:  # else none will be dropped, and their order is of no account
             try:
                 self._open.move_to_end(ordinal)
             except KeyError:  # another thread dropped it meanwhile
-                self._open[ordinal] = found
+                self._keep(ordinal, found)
         return found
 
-    def _add(self, ordinal: int) -> OpenShard:
+    def _open_shard(self, ordinal: int) -> OpenShard:
         if not self.firsts:
-            firsts = self._index.first_records(at_most=_LISTED)
-            self.listed = [None] * max(len(firsts), 1)
-            self.firsts = firsts
+            self.firsts = self._index.first_records(at_most=len(self.listed) - 1)
         row = self._index.shard(ordinal)
         file = self._reader.open(row.path, nbytes=row.size)
         checks = self._checks.get(ordinal)
         if checks is None or checks.identity != file.identity:
             checks = self._checks[ordinal] = Checks(file.identity, row.end - row.first, self._tensors)
-        shard = OpenShard(row, file, checks)
-        self._open[ordinal] = shard
+        return OpenShard(row, file, checks)
+
+    def _keep(self, ordinal: int, shard: OpenShard) -> None:
+        # Listed before it can be dropped: another thread that drops it takes it off the list afterwards.
         if self.firsts:
-            self.listed[ordinal] = shard
+            self.listed[ordinal + 1] = shard
+        self._open[ordinal] = shard
         while len(self._open) > self._limit:
             try:
                 dropped, _ = self._open.popitem(last=False)
             except KeyError:
                 break
             if self.firsts:
-                self.listed[dropped] = None
-        return shard
+                self.listed[dropped + 1] = None

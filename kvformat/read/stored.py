@@ -65,11 +65,14 @@ class StoredRecord:
         except KVFormatError as error:
             raise make_error("E053", error.message, path=path, record=self.index) from None
         header_size = self._dataset.manifest.header_size
-        end = flat["offset"][at + 1] if self.index + 1 < row.end else row.size - header_size
-        if offset % limits.ALIGNMENT or offset + placement.nbytes != end or (self._slot == 0 and offset != 0):
+        data_end = row.size - header_size
+        end = flat["offset"][at + 1] if self.index + 1 < row.end else data_end
+        wrong = offset % limits.ALIGNMENT or offset + placement.nbytes != end or end > data_end
+        if wrong or (self._slot == 0 and offset != 0):
             raise make_error(
                 "E054",
-                f"the record lies at {offset}, its dims {dims} make it {placement.nbytes} bytes, the next is at {end}",
+                f"the record lies at {offset}, its dims {dims} make it {placement.nbytes} bytes, the next is at "
+                f"{end}; the shard has {data_end} bytes of data",
                 path=path,
                 record=self.index,
             )
@@ -81,6 +84,12 @@ class StoredRecord:
         if mapped is not None and nbytes:
             begin = start // _PAGE * _PAGE
             mapped.madvise(mmap.MADV_WILLNEED, begin, start + nbytes - begin)
+
+    def _advise_once(self) -> None:
+        steps = self._shard.checks.steps
+        if not steps[self._slot] & TOUCHED:
+            self._advise(self._offset, self._placement.nbytes)
+            steps[self._slot] |= TOUCHED
 
     # -- bytes, not verified -------------------------------------------------------------------------------------
 
@@ -129,11 +138,11 @@ class StoredRecord:
                         yield error
 
     def _sums(self) -> memoryview:
-        """The table of sums, proved by ``record_sum``."""
+        """The table of sums, proved by ``record_sum``; where files are read, what was read this time."""
         placed = self._placement.sums
         raw = self._shard.file.read(self._offset + placed.offset, placed.nbytes)
-        checks = self._shard.checks
-        if self._dataset.level == 2 or not checks.flags[self._slot] & SUMS_CHECKED:
+        steps = self._shard.checks.steps
+        if self._dataset.level == 2 or self._shard.memory is None or not steps[self._slot] & SUMS_CHECKED:
             row = self._shard.row
             at = (row.row + self._slot) * 16
             if digests.record_sum(self._placement.dims, raw) != row.rows.flat["record_sum"][at : at + 16]:
@@ -143,18 +152,15 @@ class StoredRecord:
                     path=self._shard.file.path,
                     record=self.index,
                 )
-            checks.flags[self._slot] |= SUMS_CHECKED
+            steps[self._slot] |= SUMS_CHECKED
         return raw.cast("Q")
 
     def _touch(self, placed: Placed) -> None:
         """First touch of a whole tensor, or any touch of one that is verified every time."""
-        flags = self._shard.checks.flags
-        if not flags[self._slot] & TOUCHED:
-            self._advise(self._offset, self._placement.nbytes)
-            flags[self._slot] |= TOUCHED
+        self._advise_once()
         if self._dataset.level:
             self._compare(placed, 0, self._dataset.slabs[placed.name], self._bytes(placed), self._sums())
-        flags[self._slot] |= 1 << placed.bit
+        self._shard.checks.flags[self._slot] |= 1 << placed.bit
 
     def _touch_slab(self, placed: Placed, row: int) -> None:
         """Touch of a slab of a tensor that was not touched whole."""
@@ -244,9 +250,7 @@ class StoredRecord:
         out = _fitting(out, nbytes, self.index)
         flags = self._shard.checks.flags
         level = self._dataset.level
-        if not flags[self._slot] & TOUCHED:
-            self._advise(self._offset, placement.nbytes)
-            flags[self._slot] |= TOUCHED
+        self._advise_once()
         verified = level == 0 or (level == 1 and flags[self._slot] & placement.body_bits == placement.body_bits)
         if verified or nbytes <= _GROUP_NBYTES:
             self._shard.file.read_into(out, start)

@@ -94,7 +94,7 @@ def verify(
     if threads is not None and threads < 1:
         raise make_error("E081", f"threads must be at least 1, found {threads}")
     root = local_path(location)
-    reader = LocalReader(root, use_mmap=root.exists() and not prefers_pread(root))
+    reader = LocalReader(root, use_mmap=not prefers_pread(root))
     return _Verification(reader, level, threads or min(os.cpu_count() or 1, _MAX_THREADS), progress).run(expected_id)
 
 
@@ -150,9 +150,10 @@ class _Verification:
             opened = [self._attempt(partial(parts.part, number)) for number in range(len(parts.parts))]
             sound[table] = all(opened)
         rows_sound = False
+        tokens_sound = sound["rows"] and self._add(check_index.check_tokens(index, manifest))
         if sound["shards"]:
             if self._add(check_index.check_shards(index, manifest)) and sound["rows"]:
-                rows_sound = self._add(check_index.check_rows(index, manifest, dataset.layout))
+                rows_sound = self._add(check_index.check_rows(index, manifest, dataset.layout)) and tokens_sound
             shards = self._shards(dataset)
             expected.update(row.path for row in shards)
             if sound["rows"]:
@@ -160,8 +161,8 @@ class _Verification:
         names_sound = sound["names"] and self._add(check_index.check_names(index, manifest))
         if rows_sound and names_sound and sound["document_keys"] and sound["name_keys"]:
             self._add(check_index.check_lookups(index, manifest))
-        if self._level >= 4 and all(sound.values()):
-            self._add(check_index.check_padding(index))
+        if self._level >= 4:
+            self._add(check_index.check_padding(index, [table for table in tables.TABLES if sound[table]]))
         if sound["shards"]:
             self._check_unknown(expected)
 

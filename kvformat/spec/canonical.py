@@ -18,7 +18,8 @@ __all__ = ["convert", "decode", "decode_real", "encode", "encode_real", "flatten
 
 T = TypeVar("T")
 JSON = Any  # a decoded JSON value: never crosses a module border without being converted to a typed struct
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# Possessive, and with an end that may be missing: a string without one is passed over once, not from each quote in it.
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _NOT_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 

@@ -22,12 +22,16 @@ _HASH_BLOCK = 1 << 20
 
 
 class FileIdentity(NamedTuple):
-    """What a file was when it was opened; another value means another file."""
+    """What a file was when it was opened; another value means another file, or that it was written to.
+
+    Programs can set ``mtime_ns`` back, and copies often do; ``ctime_ns`` they cannot.
+    """
 
     device: int
     inode: int
     nbytes: int
     mtime_ns: int
+    ctime_ns: int
 
 
 class OpenFile:
@@ -117,7 +121,9 @@ class LocalReader:
                     raise make_error("E003", "not a regular file", path=path)
                 if nbytes is not None and status.st_size != nbytes:
                     raise make_error("E005", f"{status.st_size} bytes, expected {nbytes}: restore the file", path=path)
-                identity = FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+                identity = FileIdentity(
+                    status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+                )
                 mapped = None
                 if (self.use_mmap if use_mmap is None else use_mmap) and status.st_size:
                     mapped = _map(fd, status.st_size)

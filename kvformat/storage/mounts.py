@@ -32,5 +32,8 @@ def _types() -> dict[str, str]:
 
 def prefers_pread(path: str | os.PathLike[str]) -> bool:
     """True on network and FUSE mounts, where files are read instead of mapped."""
-    device = os.stat(path).st_dev
+    try:
+        device = os.stat(path).st_dev
+    except OSError:  # opening a file there says what is wrong
+        return False
     return bool(_REMOTE.match(_types().get(f"{os.major(device)}:{os.minor(device)}", "")))

@@ -27,7 +27,7 @@ class MemoryReader(LocalReader):
             raise make_error("E002", "the file is missing", path=path)
         if nbytes is not None and nbytes != self.sizes[name]:
             raise make_error("E005", f"{self.sizes[name]} bytes, expected {nbytes}", path=path)
-        return OpenFile(-1, path, FileIdentity(0, 0, self.sizes[name], 0), self.files[name])
+        return OpenFile(-1, path, FileIdentity(0, 0, self.sizes[name], 0, 0), self.files[name])
 
     def walk(self) -> list[str]:
         return sorted(self.files)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch
 import kvformat
 from kvformat.errors import DamageError, LookupFailedError, UsageError
 from kvformat.read import shards, stored
+from kvformat.spec.schema import Axis, Component, Schema
 
 BOTH = pytest.mark.parametrize("io", ["mmap", "pread"])
 MODES = pytest.mark.parametrize("verify", ["first", "always", "off"])
@@ -78,6 +82,11 @@ def test_the_tensors_of_a_body_are_views_of_the_buffer(saved, io: str) -> None:
         np.zeros((64, 64))[:, 1:],
         "a string",
         None,
+        np.zeros(4096, dtype=object),  # bytes written there would be taken for pointers
+        np.zeros(512, dtype=[("number", "<i8"), ("object", object)]),
+        torch.zeros(4096, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.zeros(4096)),
+        torch.zeros(64, 64).to_mkldnn(),
     ],
 )
 def test_what_cannot_be_copied_into_is_refused(saved, io: str, verify: str, out) -> None:
@@ -91,6 +100,24 @@ def test_what_cannot_be_copied_into_is_refused(saved, io: str, verify: str, out)
 
 
 @BOTH
+def test_a_released_view_is_refused(saved, io: str) -> None:
+    dataset = kvformat.open(saved("one-record"), io=io)
+    dataset.read_into(0, bytearray(4096))
+    out = memoryview(bytearray(4096))
+    out.release()
+    with pytest.raises(UsageError, match="E081"):
+        dataset.read_into(0, out)
+    with pytest.raises(UsageError, match="E081"):
+        dataset.read_slab_into(0, "key", 0, out)
+
+
+@BOTH
+def test_fields_may_have_any_name(saved, io: str) -> None:
+    out = np.zeros(512, dtype=[("O", "<i4"), ("b", ">f8")])
+    assert kvformat.open(saved("one-record"), io=io).read_into(0, out) == 320
+
+
+@BOTH
 def test_lookups_fail_as_elsewhere(saved, io: str) -> None:
     dataset = kvformat.open(saved("one-record"), io=io)
     out = memoryview(bytearray(4096))
@@ -100,7 +127,7 @@ def test_lookups_fail_as_elsewhere(saved, io: str) -> None:
             dataset.read_into(key, out)
         with pytest.raises(LookupFailedError, match="E080"):
             dataset.read_slab_into(key, "key", 0, out)
-    for key in (0.0, None):
+    for key in (0.0, None, int, np.array([0, 0]), torch.tensor(0.5)):
         with pytest.raises(UsageError, match="E081"):
             dataset.read_into(key, out)
     for role, layer in (("key", 2), ("latent", 0)):
@@ -185,3 +212,87 @@ def test_another_file_in_a_shards_place_is_verified_again(saved, flip) -> None:
     flip(path, "several-shards")
     with pytest.raises(DamageError, match="E072"):
         dataset.read_into(0, out)
+
+
+def test_a_file_that_was_written_to_is_verified_again_whatever_its_time_says(saved, flip) -> None:
+    path = saved("several-shards")
+    dataset = kvformat.open(path, max_open_files=1)
+    out = memoryview(bytearray(1 << 16))
+    dataset.read_into(0, out)
+    dataset.read_into(len(dataset) - 1, out)
+    (shard,) = (path / "shards" / "00000").glob("00000000-*")
+    before = shard.stat()
+    flip(path, "several-shards")
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DamageError, match="E072"):
+        dataset.read_into(0, out)
+
+
+@BOTH
+@pytest.mark.parametrize("tensors", [60, 61, 62, 63, 64, 65, 66])
+def test_no_tensor_is_taken_for_verified_because_of_others(tmp_path, io: str, tensors: int) -> None:
+    axes = (Axis(name="tokens", size="tokens"),)
+    schema = Schema(
+        dims=("tokens",),
+        components=tuple(
+            Component(name=f"h{n}", role="hidden", layers=(n,), axes=axes, dtype="F32", codec="raw")
+            for n in range(tensors)
+        ),
+        extras=(),
+        shared=(),
+    )
+    path = tmp_path / "dataset"
+    with kvformat.create(path, schema=schema, context=kvformat.Context.unknown()) as writer:
+        values = {f"h{n}": np.full((1, 2), n, dtype="<f4") for n in range(tensors)}
+        writer.add("clip", values, token_ids=[1, 2])
+    placement = kvformat.open(path)[0]._placement
+    (shard,) = path.rglob("00000000-*")
+    data = bytearray(shard.read_bytes())
+    start = len(data) - placement.nbytes
+    for n in range(1, tensors):
+        data[start + placement.tensors[f"h{n}"].offset] ^= 1
+    shard.write_bytes(data)
+    out = memoryview(bytearray(4096))
+    for dataset in (kvformat.open(path, io=io), kvformat.open(path, io=io)):
+        dataset[0].component("h0")
+        dataset.read_slab_into(0, "hidden", 0, out)
+        for n in range(1, tensors):
+            with pytest.raises(DamageError, match="E072"):
+                dataset.read_slab_into(0, "hidden", n, out)
+            with pytest.raises(DamageError, match="E072"):
+                dataset[0].component(f"h{n}")
+        with pytest.raises(DamageError, match="E072"):
+            dataset.read_into(0, out)
+
+
+def test_sums_that_are_read_again_are_proved_again(saved, flip, base) -> None:
+    """Where files are read, a slab's first touch does not trust sums that came with another read."""
+    path = saved("one-record")
+    dataset = kvformat.open(path, io="pread")
+    out = memoryview(bytearray(4096))
+    dataset.read_slab_into(0, "key", 0, out)
+    files = base("one-record")
+    files.tensor(0, "k")[-1] ^= 1
+    files._seal_sums()  # the sums of what is there now, which the rows table does not know
+    (shard,) = path.rglob("00000000-*")
+    shard.write_bytes(files.shards[0])
+    with pytest.raises(DamageError, match="E070"):
+        dataset.read_slab_into(0, "key", 1, out)
+
+
+def test_a_shard_dropped_while_it_is_added_is_not_listed(saved) -> None:
+    """As another thread may do it, between any two steps."""
+    dataset = kvformat.open(saved("several-shards"), max_open_files=1)
+    dataset[4]
+    pool = dataset.shards
+
+    class Interrupted(OrderedDict):  # type: ignore[type-arg]
+        def __setitem__(self, key: int, value: object) -> None:
+            super().__setitem__(key, value)
+            if key == 0:
+                pool.get(1)
+
+    pool._open = Interrupted(pool._open)
+    dataset[0]
+    listed = [shard.row.ordinal for shard in pool.listed if shard is not None]
+    assert listed == list(pool._open) == [1]

@@ -276,7 +276,9 @@ def test_out_may_be_a_part_of_a_larger_buffer(saved) -> None:
     torch.empty(2, 5, 2, 4, dtype=torch.float16),
     torch.empty(2, 5, 2, 8, dtype=torch.bfloat16)[..., ::2],
     torch.empty(2, 5, 2, 4, dtype=torch.bfloat16, device="meta"),
-], ids=["shape", "rank", "dtype", "strides", "device"])  # fmt: skip
+    torch._neg_view(torch.empty(2, 5, 2, 4, dtype=torch.bfloat16)),
+    3,
+], ids=["shape", "rank", "dtype", "strides", "device", "negated", "no tensor"])  # fmt: skip
 def test_out_must_fit(saved, io: str, out: torch.Tensor) -> None:
     record = kvformat.open(saved("one-record"), io=io)[0]
     with pytest.raises(UsageError, match="E081"):

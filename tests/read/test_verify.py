@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import kvformat
-from kvformat.errors import IdentityError, UsageError
+from kvformat.errors import FormatError, IdentityError, StorageError, UsageError
 from kvformat.read import verify as verify_module
 from kvformat.storage.local_read import LocalReader
 from kvformat.testing.dataset_files import DatasetFiles
@@ -155,3 +155,50 @@ def test_a_root_that_changes_meanwhile_is_reported(level: int, code: str, saved,
     assert sum(name.startswith("manifest/") for name in reads) == 1
     assert reads.count("kvformat.json") == 2  # before and after
     assert not {warning.path for warning in report.warnings} & ours
+
+
+def test_a_record_said_to_lie_beyond_its_shard(base, tmp_path: Path) -> None:
+    """Two rows that agree with each other, not with the file."""
+    for number, offset in enumerate((1 << 40, 1 << 62, 1 << 63, (1 << 64) - 8192)):
+        files: DatasetFiles = base("no-token-ids")
+        offsets = files.column("rows", "offset")
+        offsets[1], offsets[2] = offset, (offset + files.placement(1).nbytes) % (1 << 64)
+        files.reseal("parts")
+        path = tmp_path / str(number)
+        files.save(path)
+        assert {finding.code for finding in kvformat.verify(path).findings} == {"E054"}
+        for io in ("mmap", "pread"):
+            for mode in ("first", "off"):
+                with pytest.raises(FormatError, match="E054"):
+                    kvformat.open(path, io=io, verify=mode)[1].component("k")
+
+
+def test_equal_documents_are_found_whatever_lies_between_them(base, tmp_path: Path) -> None:
+    """Other documents may have the same key: the first 8 bytes."""
+    files: DatasetFiles = base("no-token-ids")
+    documents = files.parts["rows"][0].columns["document"]
+    documents[1] = documents[2] = documents[0]
+    documents[1][8] ^= 1
+    files.set_document_keys()
+    files.reseal("parts")
+    files.save(tmp_path / "dataset")
+    found = kvformat.verify(tmp_path / "dataset").findings
+    assert [(finding.code, finding.record) for finding in found] == [("E058", 2)]
+
+
+def test_tables_are_summed_and_padding_is_looked_at_beside_other_faults(base, tmp_path: Path) -> None:
+    files: DatasetFiles = base("one-record")
+    files.parts["shards"][0].columns["first_record"][0] = 1
+    files.parts["rows"][0].columns["dims"][0, 0] += 1
+    files.parts["rows"][0].data[-1] = 1
+    files.reseal("parts")
+    files.save(tmp_path / "dataset")
+    (tmp_path / "dataset" / files.part_paths("name_keys")[0]).unlink()
+    assert {"E002", "E020", "E052", "E076"} <= {f.code for f in kvformat.verify(tmp_path / "dataset").findings}
+
+
+@pytest.mark.parametrize("location", ["x" * 5000, "/" + "y/" * 3000])
+def test_a_location_that_cannot_be_looked_at(location: str) -> None:
+    with pytest.raises(StorageError, match="E203"):
+        kvformat.open(location)
+    assert [finding.code for finding in kvformat.verify(location).findings] == ["E203"]

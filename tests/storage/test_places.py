@@ -54,7 +54,7 @@ def test_other_locations_are_named(location: str) -> None:
         local_path(location)
 
 
-@pytest.mark.parametrize("location", ["", "a\0b", b"/data"])
+@pytest.mark.parametrize("location", ["", "a\0b", b"/data", "file://", "file:///a%00b"])
 def test_what_is_no_location(location: str | bytes) -> None:
     with pytest.raises(UsageError, match="E081"):
         local_path(location)  # type: ignore[arg-type]
