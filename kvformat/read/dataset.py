@@ -340,7 +340,8 @@ def open_dataset(
     if io not in ("auto", "mmap", "pread"):
         raise make_error("E081", f"io must be auto, mmap or pread, found {io!r}")
     root = local_path(location)
-    reader = LocalReader(root, use_mmap=io == "mmap" or (io == "auto" and not prefers_pread(root)))
+    use_mmap = io == "mmap" or (io == "auto" and not prefers_pread(root))
+    reader = LocalReader(root, use_mmap=use_mmap, or_read=io == "auto")
     identity, manifest, layout = load_manifest(reader, expected_id=expected_id)
     minor = int(manifest.version.partition(".")[2])
     if minor > limits.MINOR:

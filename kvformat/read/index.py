@@ -178,6 +178,12 @@ class IndexReader:
         sha256 = bytes(columns.flat["sha256"][position * 32 : position * 32 + 32])
         return ShardRow(ordinal, sha256, size, first, end, rows, row)
 
+    def shard_paths(self) -> Iterator[str]:
+        """Paths of all shards in the dataset, from the table of shards alone."""
+        for number, start in enumerate(self.shards.starts[:-1]):
+            for position, digest in enumerate(self.shards.part(number).arrays["sha256"]):
+                yield shard_path(start + position, digest.tobytes())
+
     def document(self, record: int) -> bytes:
         """Document digest of a record, 32 bytes."""
         columns, row = self.rows.locate(record)

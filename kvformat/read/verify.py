@@ -94,7 +94,7 @@ def verify(
     if threads is not None and threads < 1:
         raise make_error("E081", f"threads must be at least 1, found {threads}")
     root = local_path(location)
-    reader = LocalReader(root, use_mmap=not prefers_pread(root))
+    reader = LocalReader(root, use_mmap=not prefers_pread(root), or_read=True)
     return _Verification(reader, level, threads or min(os.cpu_count() or 1, _MAX_THREADS), progress).run(expected_id)
 
 
@@ -155,7 +155,7 @@ class _Verification:
             if self._add(check_index.check_shards(index, manifest)) and sound["rows"]:
                 rows_sound = self._add(check_index.check_rows(index, manifest, dataset.layout)) and tokens_sound
             shards = self._shards(dataset)
-            expected.update(row.path for row in shards)
+            expected.update(index.shard_paths())
             if sound["rows"]:
                 self._check_shards(dataset, shards, headers=rows_sound)
         names_sound = sound["names"] and self._add(check_index.check_names(index, manifest))

@@ -94,11 +94,14 @@ class LocalReader:
         Directory of the dataset.
     use_mmap
         Map files instead of reading ranges.
+    or_read
+        Read ranges of a file that the system refuses to map.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, use_mmap: bool) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, use_mmap: bool, or_read: bool = False) -> None:
         self.root = Path(root)
         self.use_mmap = use_mmap
+        self._or_read = or_read
 
     def path(self, name: str) -> str:
         """Full path of a file, for messages."""
@@ -126,7 +129,11 @@ class LocalReader:
                 )
                 mapped = None
                 if (self.use_mmap if use_mmap is None else use_mmap) and status.st_size:
-                    mapped = _map(fd, status.st_size)
+                    try:
+                        mapped = _map(fd, status.st_size)
+                    except OSError:
+                        if not self._or_read:
+                            raise
             except BaseException:
                 os.close(fd)
                 raise

@@ -142,16 +142,22 @@ def test_without_private_mappings_a_shared_one_is_made(saved, monkeypatch, numbe
     assert dataset[0].component("k").any()
 
 
-def test_no_mapping_at_all(saved, monkeypatch) -> None:
-    path = saved("one-record")
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOMEM, "E204"), (errno.ENODEV, "E203")])
+def test_no_mapping_at_all(saved, monkeypatch, number: int, code: str) -> None:
+    """Some file systems cannot map, and a process has only so many mappings: then ``auto`` reads."""
+    path = saved("several-shards")
 
     def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(local_read.mmap, "mmap", refuse)
-    with pytest.raises(StorageError, match="E204"):
+    with pytest.raises(StorageError, match=code):
         kvformat.open(path, io="mmap")[0]
-    assert touch_all(kvformat.open(path, io="pread")) == 0
+    for io in ("pread", "auto"):
+        dataset = kvformat.open(path, io=io)
+        assert touch_all(dataset) == 0
+        assert dataset.read_into(0, bytearray(1 << 16)) > 0
+    assert kvformat.verify(path).ok
 
 
 def test_a_shard_that_shrinks_while_it_is_read(saved) -> None:

@@ -202,3 +202,13 @@ def test_a_location_that_cannot_be_looked_at(location: str) -> None:
     with pytest.raises(StorageError, match="E203"):
         kvformat.open(location)
     assert [finding.code for finding in kvformat.verify(location).findings] == ["E203"]
+
+
+@pytest.mark.parametrize("table", ["rows", "names", "document_keys"])
+def test_shards_are_known_where_another_table_is_damaged(saved, base, table: str) -> None:
+    path = saved("several-shards")
+    for name in base("several-shards").part_paths(table):
+        (path / name).unlink()
+    report = kvformat.verify(path)
+    assert {finding.code for finding in report.findings} == {"E002"}
+    assert report.warnings == ()
