@@ -85,7 +85,8 @@ def writable_bytes(out: Any) -> memoryview:
 
         if isinstance(out, torch.Tensor):
             if not _is_memory(out):
-                raise make_error("E081", f"expected a contiguous CPU tensor, found one on {out.device}")
+                message = f"expected a dense, contiguous CPU tensor; this one is strided, sparse or on {out.device}"
+                raise make_error("E081", message)
             out = _memory(out)
     try:
         view = memoryview(out)

@@ -89,7 +89,7 @@ def _lines(path: str, report: Report) -> list[str]:
     what = (
         f"{output.counted(report.records, 'record')}, {output.size_text(report.nbytes)}"
         if report.id
-        else "not readable"
+        else "not looked into"
     )
     lines.append(f"{'ok' if report.ok else 'FAULTY'}: {', '.join(counted)} at level {report.level}")
     lines.append(f"    {output.plain(path)} ({what})")

@@ -40,19 +40,19 @@ def header_fault(
         return None
     if found[:8] != expected[:8]:
         length = struct.unpack("<Q", found[:8])[0] if len(found) >= 8 else 0
-        return make_error("E061", f"the header length is {length}, expected {header_size - 8}", path=path)
+        return make_error(
+            "E061", f"the header length is {length}, expected {header_size - 8}: restore the shard", path=path
+        )
     ours, theirs = _METADATA.match(expected, 8), _METADATA.match(found, 8)
     if ours and theirs and ours.groups() != theirs.groups():
-        return make_error(
-            "E062",
-            f"this is shard {int(theirs[1][:20])} of schema {theirs[2].decode()}, expected shard {ordinal} of schema "
-            f"{ours[2].decode()}: files were exchanged",
-            path=path,
-        )
+        here, wanted = (f"shard {int(one[1][:20])} of schema {one[2].decode()[:16]}" for one in (theirs, ours))
+        message = f"this is {here}, expected {wanted}: files were exchanged, put each back in its place"
+        return make_error("E062", message, path=path)
     at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found))
-    return make_error(
-        "E063", f"the header differs from the one its rows demand at byte {at}: {found[at : at + 24]!r}", path=path
+    message = (
+        f"the header differs from the one its rows demand at byte {at}: {found[at : at + 24]!r}; restore the shard"
     )
+    return make_error("E063", message, path=path)
 
 
 def sum_record(dims: Sequence[int], sums: Sequence[int]) -> tuple[bytes, bytes]:

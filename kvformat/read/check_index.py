@@ -165,7 +165,9 @@ def check_padding(index: IndexReader, tables: Iterable[str]) -> Faults:
         table = getattr(index, name)
         for number in range(len(table.parts)):
             if not table.part(number).padding_is_zero(table.buffer(number)):
-                yield make_error("E076", "padding of the index part is not zero", path=table.path(number))
+                yield make_error(
+                    "E076", "padding of the index part is not zero: restore the file", path=table.path(number)
+                )
 
 
 def _check_ends(end: NDArray[np.int64], text: memoryview, path: str) -> Faults:

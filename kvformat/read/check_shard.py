@@ -58,7 +58,9 @@ def check_record(
         if fault is not None:
             yield fault
     if padding and np.frombuffer(record.padding(), dtype=np.uint8).any():
-        yield make_error("E076", "the padding after the record is not zero", path=file.path, record=number)
+        yield make_error(
+            "E076", "the padding after the record is not zero: restore the shard", path=file.path, record=number
+        )
 
 
 def check_sha256(row: ShardRow, file: OpenFile, progress: Callable[[int], None]) -> KVFormatError | None:

@@ -128,7 +128,14 @@ class Dataset:
         ------
         IdentityError
             E083 naming the fields that differ. An unknown context equals nothing.
+        UsageError
+            E081 for something that is no context.
         """
+        given: object = context
+        if not isinstance(given, Context):
+            raise make_error(
+                "E081", f"expected a Context, found {type(given).__name__}; a dataset's is its `.context`"
+            )
         found = differences(self.context, context)
         if found:
             raise make_error("E083", f"the contexts differ: {'; '.join(found)}", path=self.location)
@@ -283,7 +290,10 @@ class Dataset:
         found = self._slab_of.get((role, layer))
         if found is None:
             layers = sorted(covered for known, covered in self._slab_of if known == role)
-            raise make_error("E082", f"role {role!r} has no layer {layer}; it covers {layers or 'none'}", layer=layer)
+            if not layers:
+                roles = ", ".join(sorted({known for known, _ in self._slab_of})) or "none"
+                raise make_error("E082", f"no role {role!r}; the schema has {roles}", layer=layer)
+            raise make_error("E082", f"role {role!r} has no layer {layer!r}; it covers {layers}", layer=layer)
         return found
 
     def layer_of(self, tensor: str, row: int) -> int | None:
@@ -318,9 +328,9 @@ def open_dataset(
         ``first``: every index part and slab is verified when this process first touches it. ``always``: at every
         access. ``off``: never; said explicitly by those who verified otherwise.
     io
-        ``mmap`` files, read them by ``pread``, or ``auto``: pread on network and FUSE mounts, mmap elsewhere. A file
-        that is cut short while it is mapped ends the process with SIGBUS; by ``pread`` that is E005. So replace or
-        remove the files of a dataset that is open; do not write to them.
+        ``mmap`` files, read them by ``pread``, or ``auto``: pread on network and FUSE mounts and where mapping fails,
+        else mmap. A file that is cut short while it is mapped ends the process with SIGBUS; by ``pread`` that is E005.
+        So replace or remove the files of a dataset that is open; do not write to them.
     max_open_files
         Shards held open; tensors that are alive keep theirs mapped beyond that.
 

@@ -86,7 +86,7 @@ def decode(data: bytes, *, path: str | None = None) -> dict[str, JSON]:
     except (KVFormatError, ValueError) as error:
         raise make_error("E015", f"a value outside the canonical subset: {error}", path=path) from None
     if again != data:
-        raise make_error("E015", f"not canonical: {_first_difference(data, again)}", path=path)
+        raise make_error("E015", f"not canonical: {_first_difference(data, again)}; restore the file", path=path)
     return value
 
 
