@@ -538,3 +538,13 @@ def test_the_manifest_a_reader_shows_is_the_one_that_is_stored(saved) -> None:
     dataset = kvformat.open(path)
     stored_manifest = next((path / "manifest").iterdir()).read_bytes()
     assert canonical.encode(dataset.manifest) == stored_manifest
+
+
+def test_slips_are_answered_with_what_there_is(saved) -> None:
+    dataset = kvformat.open(saved("one-record"))
+    with pytest.raises(LookupFailedError, match="no role 'k'; the schema has key, value"):
+        dataset[0].slab("k", layer=0)
+    with pytest.raises(LookupFailedError, match=r"role 'key' has no layer '1'; it covers \[0, 1\]"):
+        dataset[0].slab("key", layer="1")
+    with pytest.raises(UsageError, match="expected a Context, found Dataset"):
+        dataset.require(dataset)
