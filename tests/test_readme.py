@@ -11,14 +11,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvformat.cli.main import app
+from kvformat.cli.app import app
 from tests.models import save_tiny
 
 
 def test_quickstart(repository: Path, tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (repository / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(code.splitlines()) <= 22
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    start, more = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(start.splitlines()) <= 22
+    checks = """
+assert nbytes == ds["clip-1"].component("k").nbytes * 2
+assert torch.equal(tensors["v"], ds["clip-1"].component("v"))
+assert same.names == ["clip-1"]
+"""
+    subprocess.run([sys.executable, "-c", start + more + checks], cwd=tmp_path, check=True, timeout=120)
     assert (tmp_path / "out" / "quickstart" / "kvformat.json").is_file()
 
 
