@@ -67,11 +67,14 @@ class Records(Struct, frozen=True, kw_only=True):
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """Everything that differs; ``notes`` and ``provenance`` are shown and not counted."""
+    """Everything that differs; ``notes`` and ``provenance`` are shown and not counted.
+
+    ``weights`` is None where they cannot be compared, because a context is unknown and the datasets are two.
+    """
 
     same: bool
     context: tuple[Change, ...]
-    weights: tuple[Change, ...]
+    weights: tuple[Change, ...] | None
     files: tuple[Change, ...]
     schema: tuple[Change, ...]
     text: tuple[Change, ...]
@@ -126,9 +129,11 @@ def _changes(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[Change, ...]:
 # -- covered files --------------------------------------------------------------------------------------------------
 
 
-def _weights(a: Dataset, b: Dataset) -> tuple[Change, ...]:
-    """The tensors that differ, by name."""
-    if a.context.model is None or b.context.model is None or a.context.model.weights == b.context.model.weights:
+def _weights(a: Dataset, b: Dataset) -> tuple[Change, ...] | None:
+    """The tensors that differ, by name; None where nobody knows."""
+    if a.context.model is None or b.context.model is None:
+        return () if a.id == b.id else None
+    if a.context.model.weights == b.context.model.weights:
         return ()
     lists = [_tensors(dataset) for dataset in (a, b)]
     found = []

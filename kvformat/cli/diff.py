@@ -83,12 +83,13 @@ def _show(left: Dataset, right: Dataset, found: Comparison) -> None:
         parts += [heading("provenance, not counted as a difference"), changes(found.provenance)]
     if found.notes:
         parts += [heading("notes"), *(f"  {note}" for note in found.notes)]
-    equal = [name.partition(":")[0] for name, section in sections.items() if not section]
+    equal = [name.partition(":")[0] for name, section in sections.items() if section == ()]
     if not records.differ:
         equal.append("records")
+    unknown = "; not comparable: weights" if found.weights is None else ""
     verdict = "the datasets are equal in all that counts" if found.same else "the datasets differ"
     if not found.same and equal:
-        verdict += f"; equal: {', '.join(equal)}"
+        verdict += f"; equal: {', '.join(equal)}{unknown}"
     output.render(*parts, heading(verdict))
 
 

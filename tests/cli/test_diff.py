@@ -101,6 +101,8 @@ def test_unknown_contexts_are_never_equal(run, published: Path, tmp_path: Path) 
     assert len(result.json["notes"]) == 1
     known = run("diff", a, published, "--json").json
     assert changes(known, "context")["kind"] == ("unknown", "model")
+    assert (result.json["weights"], known["weights"], run("diff", a, a, "--json").json["weights"]) == (None, None, [])
+    assert "; not comparable: weights\n" in run("diff", a, published).stdout
 
 
 def test_other_documents(run, published: Path, tmp_path: Path) -> None:
