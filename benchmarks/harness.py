@@ -44,6 +44,7 @@ DATA = Path(".bench")
 _PACKAGES = (
     "torch",
     "numpy",
+    "xxhash",
     "safetensors",
     "lmdb",
     "litdata",

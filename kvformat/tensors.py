@@ -79,6 +79,11 @@ def flat_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
 
 def writable_bytes(out: Any) -> memoryview:
     """Bytes of anything one can copy into: a contiguous CPU tensor, an array, a buffer. E081 where one cannot."""
+    try:
+        if type(out) is memoryview and out.format == "B" and out.ndim == 1 and out.contiguous and not out.readonly:
+            return out
+    except ValueError:
+        pass  # released, which is said below
     what = type(out).__name__
     if not isinstance(out, memoryview):
         import torch

@@ -205,15 +205,16 @@ class Dataset:
             if shard is not None:
                 at = 2 * (key - shard.first)
                 end = shard.spans[at + 1]
-                if end:
-                    start = shard.spans[at]
-                    nbytes = end - start
-                    try:
-                        if out.contiguous:
-                            out[:nbytes] = shard.memory[start:end]  # type: ignore[index]  # spans are of mapped shards
-                            return nbytes
-                    except (TypeError, ValueError, NotImplementedError):
-                        pass  # not bytes, not writable, too small, or released: said below
+                if not end:
+                    return Record(self, key, shard).copy_body(writable_bytes(out))
+                start = shard.spans[at]
+                nbytes = end - start
+                try:
+                    if out.contiguous:
+                        out[:nbytes] = shard.memory[start:end]  # type: ignore[index]  # spans are of mapped shards
+                        return nbytes
+                except (TypeError, ValueError, NotImplementedError):
+                    pass  # not bytes, not writable, too small, or released: said below
         return self[key].copy_body(writable_bytes(out))
 
     def read_slab_into(self, key: int | str, role: str, layer: int, out: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 import xxhash
 
@@ -57,7 +58,12 @@ def slab_sums(data: memoryview, nbytes: int) -> list[int]:
 
 def record_sum(dims: Sequence[int], sums: bytes | memoryview) -> bytes:
     """XXH3-128 (16 canonical bytes) over dims and stored sums."""
-    return xxhash.xxh3_128_digest(b"".join((_RECORD, struct.pack(f"<{len(dims)}Q", *dims), sums)))
+    return xxhash.xxh3_128_digest(b"".join((_record_head(tuple(dims)), sums)))
+
+
+@lru_cache(4096)
+def _record_head(dims: tuple[int, ...]) -> bytes:
+    return _RECORD + struct.pack(f"<{len(dims)}Q", *dims)
 
 
 def document_key(document: bytes) -> int:

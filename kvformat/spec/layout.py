@@ -65,7 +65,7 @@ class Placement:
         self.dims = dims
         self.tensors = tensors
         self.sums = tensors["sums"]
-        self.body_bounds: list[tuple[int, int]] = []
+        self.body_bounds: list[slice] = []
         first, last = tensors[body[0]], tensors[body[-1]]
         self.body = first.offset
         self.body_nbytes = last.offset + last.nbytes - first.offset
@@ -133,14 +133,14 @@ class Layout:
             self._cache[dims] = found
         return found
 
-    def body_slabs(self, placement: Placement) -> tuple[list[int], list[tuple[int, int]]]:
-        """Of every slab and extra in the body, its index in ``sums``, and where it begins and ends in the body."""
+    def body_slabs(self, placement: Placement) -> tuple[list[int], list[slice]]:
+        """Of every slab and extra in the body, its index in ``sums``, and what of the body it is."""
         if not placement.body_bounds:
             bounds = []
             for name, slab in self._body_slabs:
                 placed = placement.tensors[name]
                 begin = placed.offset - placement.body + slab * placed.slab_nbytes
-                bounds.append((begin, begin + placed.slab_nbytes))
+                bounds.append(slice(begin, begin + placed.slab_nbytes))
             placement.body_bounds = bounds
         return self._body_sums, placement.body_bounds
 

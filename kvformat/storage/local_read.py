@@ -67,7 +67,10 @@ class OpenFile:
     def read_into(self, into: memoryview, offset: int) -> None:
         """Fill ``into`` from ``offset``; E005 where the file ends before."""
         if self.mapped is not None:
-            into[:] = self.read(offset, len(into))
+            end = offset + len(into)
+            if end > self.identity.nbytes:
+                raise make_error("E005", f"bytes {offset}..{end} are beyond the file", path=self.path)
+            into[:] = memoryview(self.mapped)[offset:end]
             return
         done = 0
         with translated(self.path):
