@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch", "extract"]
 
-_PHASES = {"read": "reading documents", "load": "loading the model", "extract": "extracting", "publish": "publishing"}
+_PHASES = {
+    "read": "reading documents",
+    "load": "loading the model",
+    "identify": "hashing the weights",
+    "extract": "extracting",
+    "publish": "publishing",
+}
 
 
 def extract(

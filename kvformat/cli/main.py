@@ -1,55 +1,36 @@
-"""The ``kvformat`` command."""
+"""The entry point: an interrupt ends the command in good order from the first import on.
+
+Importing this loads nothing that takes time.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
 
-import typer
-
-import kvformat
-from kvformat.cli import output
-from kvformat.cli.clean import clean
-from kvformat.cli.diff import diff
-from kvformat.cli.estimate import estimate
-from kvformat.cli.extract import extract
-from kvformat.cli.group import EXIT_CODES, Commands
-from kvformat.cli.inspect import inspect
-from kvformat.cli.status import status
-from kvformat.cli.verify import verify
-
-__all__ = ["app", "main"]
-
-app = typer.Typer(
-    cls=Commands,
-    add_completion=False,
-    rich_markup_mode=None,  # plain help costs no import of rich
-    pretty_exceptions_enable=False,
-    epilog=EXIT_CODES,
-)
-for command in (extract, estimate, inspect, verify, diff, status, clean):
-    app.command(epilog=EXIT_CODES)(command)
-
-
-def _version(wanted: bool) -> None:  # noqa: FBT001 - the form of an option's callback
-    if wanted:
-        output.emit(f"kvformat {kvformat.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def kvformat_(
-    *,
-    _version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
-    ] = False,
-) -> None:
-    """Datasets of the per-layer attention keys and values of a frozen transformer.
-
-    Stored once, verified, read back at the speed of the storage.
-    """
+__all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line with the arguments of the process; always leaves by SystemExit."""
-    output.prepare_streams()
-    app(prog_name="kvformat")
+    try:
+        from kvformat.cli import output
+        from kvformat.cli.app import app
+
+        output.prepare_streams()
+        app(prog_name="kvformat")
+    except KeyboardInterrupt:
+        # Before the commands took over. What is imported half may not work: this says the same without it.
+        if "--json" in sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]:
+            sys.stdout.write(_AS_JSON)
+        sys.stderr.write("interrupted: stopped on request\n")
+        sys.exit(130)
+
+
+_AS_JSON = """{
+  "ok": false,
+  "error": {
+    "code": "interrupted",
+    "message": "stopped on request"
+  }
+}
+"""

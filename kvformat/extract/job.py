@@ -6,14 +6,18 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from msgspec.structs import replace
+
 from kvformat.errors import make_error
 from kvformat.extract.finished import check_comparable, check_context, check_plan
 from kvformat.extract.options import ContextKind, ExtractionOptions
 from kvformat.extract.plan import Plan, PlannedDocument
-from kvformat.extract.prepare import prepare, size_of
-from kvformat.extract.size import require_space
+from kvformat.extract.prepare import known_of, prepare, size_of
+from kvformat.extract.size import Estimate, require_space
+from kvformat.extract.staged import staged_nbytes
+from kvformat.extract.tag import Identified, Tag, staging_tag
 from kvformat.read.dataset import Dataset, open_dataset
-from kvformat.spec import canonical
+from kvformat.spec.digests import context_digest
 from kvformat.spec.layout import Layout
 from kvformat.spec.paths import ROOT
 from kvformat.storage.location import local_path
@@ -23,18 +27,22 @@ from kvformat.write.writer import Writer
 if TYPE_CHECKING:
     import os
 
+    from kvformat.extract.hf import HuggingFaceExtractor
     from kvformat.interfaces import Extractor
 
 __all__ = ["Phase", "Progress", "extract_plan", "run"]
 
-Phase = Literal["read", "load", "extract", "publish"]
+Phase = Literal["read", "load", "identify", "extract", "publish"]
 
 
 class Progress(Protocol):
     """Told how a job gets on; by the thread that runs it."""
 
     def phase(self, name: Phase, *, tokens: int = 0, nbytes: int = 0) -> None:
-        """A phase begins; ``extract`` says how many tokens and bytes of payload there will be."""
+        """A phase begins; ``extract`` says how many tokens and bytes of payload there will be.
+
+        ``load`` includes hashing the weights where a context is derived; ``identify`` is the same for an unknown one.
+        """
 
     def advance(self, *, tokens: int, nbytes: int, computed: bool) -> None:
         """A record is there; ``computed`` is False where an interrupted run had made it."""
@@ -70,7 +78,8 @@ def run(
 ) -> Dataset:
     """Extract K and V of a model over a documents file and publish them.
 
-    Interrupted, the same call resumes at the last finished shard. On a finished dataset it returns that, when plan and
+    Interrupted, the same call resumes at the last finished shard; with other weights, or anything else that changes
+    the values, it begins anew beside what is staged. On a finished dataset it returns that, when plan and
     context are equal; an unknown context equals nothing, so with one it refuses.
 
     Parameters
@@ -110,7 +119,7 @@ def run(
     InputError
         E300 to E306, E104.
     StorageError
-        E200 when space is short, before the model is loaded.
+        E200 when space is short: before the model is loaded, and again where loading it shows that it continues less.
     IdentityError
         E118 where another dataset is at ``out``, or one that cannot be compared.
     """
@@ -139,14 +148,17 @@ def _run(options: ExtractionOptions, report: Progress) -> Dataset:
     root = options.out
     report.phase("read")
     described, plan = prepare(options)
+    known = known_of(described, options, context=options.context)
     finished = open_dataset(root) if (root / ROOT).exists() else None
+    size: Estimate | None = None
     if finished is None:
-        require_space(size_of(plan, described, options), root)
+        size = size_of(plan, described, options, known=known)
+        require_space(size, root)
     else:
         check_plan(finished, plan, described.schema)
         check_comparable(finished, options.context)
     report.phase("load")
-    extractor = _load(options, plan)
+    extractor = _load(options, plan, described.revision)
     if extractor.schema != described.schema:
         raise make_error(
             "E302", "the loaded model caches other shapes than its configuration promised", path=options.model
@@ -154,30 +166,37 @@ def _run(options: ExtractionOptions, report: Progress) -> Dataset:
     if finished is not None:
         check_context(finished, extractor)
         return finished
-    tag = {
-        "attn_implementation": extractor.provenance["attn_implementation"],
-        "device": extractor.provenance["device"],
-        "model": options.model,
-        "revision": options.revision or "",
-    }
-    return extract_plan(
+    tag = Tag(
+        attn_implementation=extractor.provenance["attn_implementation"],
+        compute_dtype=described.compute_dtype,
+        context=options.context,
+        device=extractor.provenance["device"],
+        model=options.model,
+        revision=options.revision or "",
+    )
+    whole = _staging_tag(extractor, tag.encode(), report)
+    if size is not None:
+        # Other weights continue nothing: what was counted above may have to be written again.
+        known = replace(known, context=context_digest(extractor.context).hex(), tag=whole)
+        require_space(replace(size, staged_nbytes=staged_nbytes(root, known)), root)
+    return _extract(
         extractor,
         plan,
         root,
         batch_size=options.batch_size,
         shard_nbytes=options.shard_nbytes,
-        tag=canonical.encode(tag).decode(),
+        tag=whole,
         allow_non_finite=options.allow_non_finite,
-        progress=report,
+        report=report,
     )
 
 
-def _load(options: ExtractionOptions, plan: Plan) -> Extractor:
+def _load(options: ExtractionOptions, plan: Plan, revision: str | None) -> HuggingFaceExtractor:
     from kvformat.extract.hf import HuggingFaceExtractor
 
     return HuggingFaceExtractor.load(
         options.model,
-        revision=options.revision,
+        revision=revision,
         dtype=options.dtype,
         compute_dtype=options.compute_dtype,
         device=options.device,
@@ -204,7 +223,9 @@ def extract_plan(
     Parameters
     ----------
     tag
-        Part of the plan's identity: runs with different tags never continue each other.
+        Part of the plan's identity: runs with different tags never continue each other. Where the context is unknown
+        and the extractor has no ``values_digest``, nothing else keeps two models apart: name here what determines the
+        values.
 
     Raises
     ------
@@ -212,6 +233,35 @@ def extract_plan(
         Whatever extractor and writer raise. Finished shards stay staged, and the same call resumes.
     """
     report = progress or _Silent()
+    return _extract(
+        extractor,
+        plan,
+        out,
+        batch_size=batch_size,
+        shard_nbytes=shard_nbytes,
+        tag=_staging_tag(extractor, tag, report),
+        allow_non_finite=allow_non_finite,
+        report=report,
+    )
+
+
+def _staging_tag(extractor: Extractor, tag: str, report: Progress) -> str:
+    if extractor.context.kind == "unknown" and isinstance(extractor, Identified):
+        report.phase("identify")
+    return staging_tag(extractor, tag)
+
+
+def _extract(
+    extractor: Extractor,
+    plan: Plan,
+    out: Path,
+    *,
+    batch_size: int,
+    shard_nbytes: int,
+    tag: str,
+    allow_non_finite: Collection[str],
+    report: Progress,
+) -> Dataset:
     layout = Layout(extractor.schema)
     lengths = list(plan.records())
     report.phase("extract", tokens=sum(lengths), nbytes=sum(layout.place((length,)).nbytes for length in lengths))

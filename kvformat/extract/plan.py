@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvformat.extract.sources import Kind, read_documents, refuse
+from kvformat.errors import InputError
+from kvformat.extract.sources import BadLines, Kind, read_documents, refuse
 from kvformat.extract.tokenise import Tokeniser
 from kvformat.spec.context import Text
 from kvformat.spec.document import Document
@@ -84,7 +85,7 @@ def make_plan(path: str | Path, tokeniser: Tokeniser) -> Plan:
     Raises
     ------
     InputError
-        E300, E301, E305, E306.
+        E300, E301, E305, E306; one error tells of all bad lines, with the code of the first.
     """
     path = Path(path)
     digests = bytearray()
@@ -93,8 +94,15 @@ def make_plan(path: str | Path, tokeniser: Tokeniser) -> Plan:
     kinds: set[Kind] = set()
     seen: set[bytes] = set()
     name_nbytes = 0
-    for source in read_documents(path):
-        document = tokeniser.document(source, path=path)
+    bad = BadLines(path)
+    for source in read_documents(path, bad=bad):
+        try:
+            document = tokeniser.document(source, path=path)
+        except InputError as error:
+            bad.add(error)
+            if not tokeniser.takes(source.kind):
+                break  # every line of this kind would say the same
+            continue
         digest = document.digest
         digests += digest
         repeated.append(digest in seen)
@@ -102,6 +110,7 @@ def make_plan(path: str | Path, tokeniser: Tokeniser) -> Plan:
         kinds.add(source.kind)
         seen.add(digest)
         name_nbytes += len(source.id.encode())
+    bad.check()
     return Plan(
         path,
         tokeniser,

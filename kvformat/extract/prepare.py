@@ -10,6 +10,7 @@ from kvformat.errors import make_error
 from kvformat.extract.options import ExtractionOptions
 from kvformat.extract.plan import Plan, make_plan
 from kvformat.extract.size import Estimate, estimate_size
+from kvformat.extract.staged import Known, staged_nbytes
 from kvformat.extract.tokenise import Tokeniser
 from kvformat.storage.location import local_path
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvformat.extract.hf import Description
 
-__all__ = ["estimate", "prepare", "size_of"]
+__all__ = ["estimate", "known_of", "prepare", "size_of"]
 
 
 def estimate(
@@ -36,6 +37,9 @@ def estimate(
     special_tokens: bool = True,
 ) -> Estimate:
     """Size of what :func:`run` would write with the same arguments. Reads configuration and tokenizer, no weights.
+
+    Without the weights it cannot be told for certain which staged work a run would continue. Counted is what agrees in
+    everything else, and of several such plans the one with the least.
 
     Raises
     ------
@@ -58,7 +62,7 @@ def estimate(
         special_tokens=special_tokens,
     )
     described, plan = prepare(options)
-    return size_of(plan, described, options)
+    return size_of(plan, described, options, known=known_of(described, options))
 
 
 def prepare(options: ExtractionOptions) -> tuple[Description, Plan]:
@@ -76,7 +80,7 @@ def prepare(options: ExtractionOptions) -> tuple[Description, Plan]:
     )
     tokeniser = Tokeniser.load(
         options.model,
-        revision=options.revision,
+        revision=described.revision,
         special_tokens=options.special_tokens,
         add_generation_prompt=options.add_generation_prompt,
         truncate=options.truncate,
@@ -86,7 +90,18 @@ def prepare(options: ExtractionOptions) -> tuple[Description, Plan]:
     return described, make_plan(options.documents, tokeniser)
 
 
-def size_of(plan: Plan, described: Description, options: ExtractionOptions) -> Estimate:
+def known_of(described: Description, options: ExtractionOptions, **more: str) -> Known:
+    """What is known of a run's plan before the model is loaded; ``more`` members of its tag."""
+    tag = {
+        "compute_dtype": described.compute_dtype,
+        "model": options.model,
+        "revision": options.revision or "",
+        **more,
+    }
+    return Known(schema=described.schema, shard_nbytes=options.shard_nbytes, members=tag)
+
+
+def size_of(plan: Plan, described: Description, options: ExtractionOptions, *, known: Known) -> Estimate:
     """Size of the dataset of a plan."""
     return estimate_size(
         plan.records(),
@@ -95,6 +110,7 @@ def size_of(plan: Plan, described: Description, options: ExtractionOptions) -> E
         schema=described.schema,
         out=options.out,
         shard_nbytes=options.shard_nbytes,
+        staged_nbytes=staged_nbytes(options.out, known),
         family=described.family,
         compute_dtype=described.compute_dtype,
     )

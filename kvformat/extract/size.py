@@ -9,9 +9,9 @@ from pathlib import Path
 from msgspec import Struct
 
 from kvformat.errors import make_error
+from kvformat.extract.staged import SHARD_SLOTS
 from kvformat.spec import limits
 from kvformat.spec.layout import Layout
-from kvformat.spec.paths import STAGING
 from kvformat.spec.schema import Schema
 
 __all__ = ["Estimate", "estimate_size", "require_space"]
@@ -34,7 +34,7 @@ class Estimate(Struct, frozen=True, kw_only=True):
     nbytes, shards
         Size of the shards, and their number; ``index_nbytes`` is about that of everything else.
     free_nbytes, staged_nbytes
-        Free space where the dataset goes, and what an interrupted run left there.
+        Free space where the dataset goes, and what an interrupted run left there for this one to continue.
     family, compute_dtype, schema
         Of the model.
     """
@@ -71,7 +71,8 @@ def estimate_size(
     schema: Schema,
     out: Path,
     shard_nbytes: int,
-    shard_slots: int = 1024,
+    shard_slots: int = SHARD_SLOTS,
+    staged_nbytes: int = 0,
     family: str,
     compute_dtype: str,
 ) -> Estimate:
@@ -83,6 +84,8 @@ def estimate_size(
         Tokens of each record, in order.
     out
         Where the dataset goes; need not exist.
+    staged_nbytes
+        Bytes of finished shards that this very run will find there.
 
     Raises
     ------
@@ -107,7 +110,7 @@ def estimate_size(
         shards=shards,
         index_nbytes=count * _INDEX_RECORD + documents * _INDEX_NAME + name_nbytes + _SLACK,
         free_nbytes=shutil.disk_usage(_existing(out)).free,
-        staged_nbytes=_staged(out),
+        staged_nbytes=staged_nbytes,
         family=family,
         compute_dtype=compute_dtype,
         schema=schema,
@@ -137,9 +140,3 @@ def _existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def _staged(out: Path) -> int:
-    """Bytes of the finished shards an interrupted run left: those with a receipt beside them."""
-    finished = (file for file in (out / STAGING).rglob("*.shard") if file.with_suffix(".json").exists())
-    return sum(file.stat().st_size for file in finished)

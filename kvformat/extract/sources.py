@@ -9,14 +9,15 @@ from typing import Any, Literal, NoReturn
 
 from msgspec import Struct
 
-from kvformat.errors import make_error
+from kvformat.errors import InputError, KVFormatError, make_error
 from kvformat.spec import limits
 
-__all__ = ["Message", "Source", "read_documents"]
+__all__ = ["BadLines", "Message", "Source", "read_documents", "refuse"]
 
 JSON = Any  # a decoded JSON value; leaves this module only as a Source, or as parts of a message the template reads
 Kind = Literal["text", "messages", "token_ids"]
 Message = dict[str, JSON]
+_SHOWN = 20  # bad lines whose reasons are told
 _KINDS: tuple[Kind, ...] = ("text", "messages", "token_ids")
 _MESSAGE_MEMBERS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 
@@ -48,30 +49,77 @@ class _DuplicateMemberError(ValueError):
     pass
 
 
-def read_documents(path: str | Path) -> Iterator[Source]:
+class BadLines:
+    """Gathers what is wrong with the lines of a documents file, to be told at once.
+
+    Holds the reasons of the first few, and counts the rest.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        self._first: KVFormatError | None = None
+        self._reasons: list[str] = []
+        self._count = 0
+
+    def add(self, error: KVFormatError) -> None:
+        """One more; its message begins with the number of the line."""
+        self._first = self._first or error
+        self._count += 1
+        if self._count <= _SHOWN:
+            self._reasons.append(error.message)
+
+    def check(self) -> None:
+        """Raise where anything is wrong, with the code of the first bad line; a single one as it was found."""
+        if self._first is None:
+            return
+        if self._count == 1:
+            raise self._first
+        more = self._count - len(self._reasons)
+        told = [*self._reasons, *([f"and {more:,} more"] if more else [])]
+        raise make_error(self._first.code, f"{self._count:,} bad lines: {'; '.join(told)}", path=self._path)
+
+
+def read_documents(path: str | Path, *, bad: BadLines | None = None) -> Iterator[Source]:
     """Read a documents file line by line.
 
     Only the ids are held in memory, to find duplicates.
 
+    Parameters
+    ----------
+    bad
+        Gets the bad lines, for the caller to check once the file is read; good lines among them are given on. Without
+        it nothing is given on after the first bad line, and all of them are raised when the file is read.
+
     Raises
     ------
     InputError
-        E300 with file, line number and reason; E306 where the file holds no document.
+        E300 with file, line numbers and reasons; E306 where the file holds no document.
     StorageError
         E203 where the file cannot be read.
     """
+    found = bad or BadLines(path)
+    going = True
+    number = 0
     seen: dict[str, int] = {}
     try:
         with Path(path).open("rb") as file:
             for number, raw in enumerate(file, start=1):
-                source = _parse(raw.removesuffix(b"\n").removesuffix(b"\r"), path, number)
-                first = seen.setdefault(source.id, number)
-                if first != number:
-                    refuse(path, number, f"id {source.id!r} stands in line {first} already; ids are unique")
-                yield source
+                try:
+                    source = _parse(raw.removesuffix(b"\n").removesuffix(b"\r"), path, number)
+                    first = seen.setdefault(source.id, number)
+                    if first != number:
+                        refuse(path, number, f"id {source.id!r} stands in line {first} already; ids are unique")
+                except InputError as error:
+                    found.add(error)
+                    going = bad is not None
+                    continue
+                if going:
+                    yield source
     except OSError as error:
         raise make_error("E203", f"the documents file cannot be read: {error.strerror or error}", path=path) from error
-    if not seen:
+    if bad is None:
+        found.check()
+    if number == 0:
         raise make_error("E306", "the documents file is empty; write one JSON object a line", path=path)
 
 

@@ -150,6 +150,17 @@ class Tokeniser:
         except KVFormatError as error:
             raise make_error("E300", f"line {source.line}: {error.message}", path=path, record=source.id) from error
 
+    def takes(self, kind: Kind) -> bool:
+        """Whether documents of a kind can be turned at all: text needs a tokenizer, messages a template besides."""
+        try:
+            if kind == "messages":
+                self._template(None, None)
+            elif kind == "text":
+                self._require(None, None)
+        except KVFormatError:
+            return False
+        return True
+
     def text(self, kinds: AbstractSet[Kind]) -> Text:
         """How documents of these kinds became ids; members that played no part are absent."""
         truncate = self._truncate

@@ -13,7 +13,7 @@ from kvformat.spec import canonical
 from kvformat.spec.context import ComputeDtype, TensorDigest, WeightsDigest
 from kvformat.tensors import torch_dtype
 
-__all__ = ["reaching_tensors", "tensor_digest", "weights_digest", "weights_file"]
+__all__ = ["reaching_tensors", "state_digest", "tensor_digest", "weights_digest", "weights_file"]
 
 _CHUNK_NBYTES = 16 << 20
 
@@ -64,11 +64,29 @@ def weights_digest(file: bytes) -> WeightsDigest:
     return WeightsDigest(scheme="kvf-tensors-1", sha256=hashlib.sha256(file).hexdigest())
 
 
-def tensor_digest(tensor: torch.Tensor, *, dtype: ComputeDtype) -> str:
-    """SHA-256 (hex) of a tensor's row-major little-endian bytes after the cast to ``dtype``."""
+def state_digest(state: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 (hex) over all tensors of a state: names, dtypes, shapes and bytes as they are, nothing cast.
+
+    Unlike the weights digest it needs to know nothing of the model, and differs where that would not: with another
+    dtype, and with tensors that reach no stored value.
+    """
+    lines = [
+        {
+            "dtype": str(tensor.dtype),
+            "name": name,
+            "sha256": tensor_digest(tensor, dtype=None),
+            "shape": list(tensor.shape),
+        }
+        for name, tensor in sorted(state.items(), key=lambda item: item[0].encode())
+    ]
+    return hashlib.sha256(canonical.encode({"tensors": lines})).hexdigest()
+
+
+def tensor_digest(tensor: torch.Tensor, *, dtype: ComputeDtype | None) -> str:
+    """SHA-256 (hex) of a tensor's row-major little-endian bytes after the cast to ``dtype``; None casts nothing."""
     if sys.byteorder != "little":
         raise make_error("E302", "weights are hashed as little-endian bytes, which this machine does not hold")
-    target = torch_dtype(dtype)
+    target = tensor.dtype if dtype is None else torch_dtype(dtype)
     hasher = hashlib.sha256()
     tensor = tensor.detach()
     rows = tensor.reshape(1) if tensor.ndim == 0 else tensor

@@ -24,7 +24,7 @@ class StagedRow(NamedTuple):
 
 
 class Replay:
-    """Staged records, which the caller adds again in the same order.
+    """Staged records, which the caller adds again in the same order, under whatever names: none are staged.
 
     Parameters
     ----------

@@ -239,7 +239,9 @@ class Writer:
         """Add a record without its tensors, where they are known already.
 
         True where the document is stored, or is the next one an interrupted run left staged: then the record has the
-        name, and its tensors need not be computed again. False where :meth:`add` is needed.
+        name, and its tensors need not be computed again. False where :meth:`add` is needed. The name may be another
+        than in the interrupted run, which staged none. That the values would be the same again is for the caller to
+        know: documents are compared, values are not.
 
         Raises
         ------

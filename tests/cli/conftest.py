@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvformat.cli.main import app
+from kvformat.cli.app import app
 from tests.cli.datasets import Result, write
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent

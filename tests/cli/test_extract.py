@@ -83,7 +83,9 @@ def test_a_finished_dataset_stays_and_is_fine(run, arguments, tmp_path: Path, sn
 
 
 def test_an_unknown_context_says_so_the_second_time(run, arguments, tmp_path: Path, snapshot) -> None:
-    assert run("extract", *arguments, "--unknown-context").code == 0
+    first = run("extract", *arguments, "--unknown-context")
+    assert first.code == 0
+    assert first.stderr.splitlines()[1:3] == ["loading the model", "hashing the weights"]
     before = snapshot(tmp_path / "out")
     again = run("extract", *arguments, "--unknown-context")
     assert (again.code, again.stdout) == (3, "")

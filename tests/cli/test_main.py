@@ -179,6 +179,62 @@ def test_interrupt_leaves_with_130(run, monkeypatch, published: Path) -> None:
     assert result.json == {"ok": False, "error": {"code": "interrupted", "message": "stopped on request"}}
 
 
+EARLY = """
+import runpy, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == stop:
+            raise KeyboardInterrupt
+
+how, stop, *sys.argv[1:] = sys.argv[1:]
+sys.meta_path.insert(0, Interrupt())
+if how == "module":
+    runpy.run_module("kvformat", run_name="__main__", alter_sys=True)
+else:  # what the script of the installed package does
+    from kvformat.cli.main import main
+    sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("how", ["module", "script"])
+@pytest.mark.parametrize(
+    ("stop", "more"),
+    [
+        ("kvformat.cli.output", []),
+        ("kvformat.cli.app", ["--json"]),
+        ("typer", []),
+        ("kvformat.cli.verify", ["--json"]),
+        ("numpy", ["--json"]),  # by the command itself
+        ("rich", []),
+    ],
+)
+def test_an_interrupt_while_modules_are_imported_leaves_with_130(
+    stop: str, how: str, more: list[str], published: Path
+) -> None:
+    args = ["inspect", str(published), *more]
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY, how, stop, *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment(),
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted: stopped on request\n")
+    expected = {"ok": False, "error": {"code": "interrupted", "message": "stopped on request"}}
+    assert (json.loads(done.stdout) if more else done.stdout) == (expected if more else "")
+
+
+def test_the_entry_point_itself_imports_next_to_nothing() -> None:
+    code = "import sys; before = set(sys.modules); import kvformat.cli.main; print(sorted(set(sys.modules) - before))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environment()
+    )
+    assert "kvformat.cli.main" in done.stdout
+    assert not any(name in done.stdout for name in ("typer", "msgspec", "kvformat.cli.output", "'json'"))
+
+
 def test_a_defect_is_no_fault_of_the_dataset(run, monkeypatch, published: Path) -> None:
     def fail(*_args: object) -> None:
         raise ZeroDivisionError("oops")

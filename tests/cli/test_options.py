@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvformat.cli.main import app
+from kvformat.cli.app import app
 from kvformat.cli.options import parse_dtype, parse_layers, parse_size
 from kvformat.cli.output import layers_text, one_line, plain, size_text
 from kvformat.errors import UsageError

@@ -5,7 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +16,12 @@ import torch
 
 import kvformat
 from kvformat.errors import IdentityError, InputError, KVFormatError, StorageError
-from kvformat.extract import Estimate, Tokeniser, estimate, extract_plan, make_plan, run
+from kvformat.extract import Estimate, HuggingFaceExtractor, Tokeniser, estimate, extract_plan, make_plan, run
 from kvformat.extract.options import ExtractionOptions
 from kvformat.interfaces import Extracted
 from kvformat.spec.context import Context, Text, differences
 from kvformat.spec.schema import Schema
-from tests.models import live_attention, save_tiny, tiny_model, write_documents
+from tests.models import live_attention, save_tiny, tiny_model, tiny_tokenizer, write_documents
 
 SHARD = 12 << 10  # a record of the tiny model takes one or two pages: a few records a shard
 
@@ -244,6 +244,100 @@ def test_other_documents_do_not_continue_an_interrupted_run(tmp_path: Path) -> N
     assert refused.value.code == "E112"
 
 
+class Interrupted(NamedTuple):
+    model: Path
+    options: dict[str, Any]
+
+
+@pytest.fixture
+def interrupted(model: Path, documents: Path, tmp_path: Path) -> Interrupted:
+    """A run under an unknown context that was interrupted after some staged records; its own model to change."""
+    own = tmp_path / "own"
+    shutil.copytree(model, own)
+    options: dict[str, Any] = {
+        "model": own,
+        "documents": documents,
+        "out": tmp_path / "ds",
+        "shard_nbytes": SHARD,
+        "dtype": "F32",
+        "context": "unknown",
+    }
+    with pytest.raises(KeyboardInterrupt):
+        run(**options, progress=Watcher(interrupt_after=7))
+    assert list((tmp_path / "ds" / ".staging").glob("*/*.shard"))
+    return Interrupted(own, options)
+
+
+def changed_weights(own: Path) -> None:
+    tiny_model("gemma3", seed=5, max_position_embeddings=256).save_pretrained(own)
+
+
+def changed_configuration(own: Path) -> None:
+    path = own / "config.json"
+    config = json.loads(path.read_text())
+    config["query_pre_attn_scalar"] = 99
+    path.write_text(json.dumps(config))
+
+
+def unchanged(own: Path) -> None:
+    assert own.is_dir()
+
+
+def with_high_precision_off(_own: Path) -> None:
+    torch.set_float32_matmul_precision("medium")
+
+
+@pytest.fixture
+def _precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("_precision")
+@pytest.mark.parametrize(
+    ("change", "more"),
+    [
+        (changed_weights, {}),
+        (changed_configuration, {}),
+        (with_high_precision_off, {}),
+        (unchanged, {"compute_dtype": "BF16"}),
+        (unchanged, {"attn_implementation": "eager"}),
+    ],
+    ids=["weights", "configuration", "precision", "compute dtype", "attention"],
+)
+def test_under_an_unknown_context_another_model_continues_nothing(
+    change: Callable[[Path], None], more: dict[str, Any], interrupted: Interrupted, tmp_path: Path
+) -> None:
+    change(interrupted.model)
+    options = interrupted.options | more
+    watcher = Watcher()
+    resumed = run(**options, progress=watcher)
+    assert all(event.computed for event in watcher.events)
+    undisturbed = run(**(options | {"out": tmp_path / "whole"}))
+    assert resumed.id == undisturbed.id
+    assert kvformat.verify(tmp_path / "ds").ok
+
+
+def test_under_an_unknown_context_the_same_model_resumes(interrupted: Interrupted, tmp_path: Path) -> None:
+    watcher = Watcher()
+    resumed = run(**interrupted.options, progress=watcher)
+    assert 0 < sum(not event.computed for event in watcher.events) < 7
+    assert [name for name, _, _ in watcher.phases] == ["read", "load", "identify", "extract", "publish"]
+    assert resumed.id == run(**(interrupted.options | {"out": tmp_path / "whole"})).id
+
+
+def test_a_plan_extracted_by_hand_mixes_no_models_either(model: Path, tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "d.jsonl", [[i, i, i] for i in range(10)])
+    first = HuggingFaceExtractor.load(model, context="unknown")
+    with pytest.raises(KeyboardInterrupt):
+        extract_plan(first, plan, tmp_path / "ds", shard_nbytes=SHARD, progress=Watcher(interrupt_after=7))
+    other = HuggingFaceExtractor.of(tiny_model("gemma3", seed=5, max_position_embeddings=256), context="unknown")
+    watcher = Watcher()
+    extract_plan(other, plan, tmp_path / "ds", shard_nbytes=SHARD, progress=watcher)
+    assert all(event.computed for event in watcher.events)
+
+
 # -------------------------------------------------------------------------------------------- order, batches, repeats
 
 
@@ -349,6 +443,62 @@ def test_what_is_staged_is_not_needed_again(model: Path, documents: Path, tmp_pa
     assert after.nbytes == before.nbytes
 
 
+def interrupt(options: dict[str, Any], *, after: int) -> int:
+    """Interrupt a run; bytes of the finished shards it left."""
+    staging = Path(options["out"]) / ".staging"
+    before = set(staging.glob("*/*.json"))
+    with pytest.raises(KeyboardInterrupt):
+        run(**options, progress=Watcher(interrupt_after=after))
+    return sum(p.with_suffix(".shard").stat().st_size for p in set(staging.glob("*/0*.json")) - before)
+
+
+def test_what_another_run_staged_is_needed_still(model: Path, documents: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": model, "documents": documents, "out": tmp_path / "ds", "shard_nbytes": SHARD}
+    moved = tmp_path / "moved"
+    shutil.copytree(model, moved)
+    for other in (
+        {"shard_nbytes": SHARD * 2},
+        {"layers": [0, 1]},
+        {"model": moved},
+        {"compute_dtype": "BF16", "dtype": "F32"},
+    ):
+        assert interrupt(options | other, after=10) > 0
+    assert estimate(**options).staged_nbytes == 0
+    own = interrupt(options, after=7)
+    assert estimate(**options).staged_nbytes == own > 0
+
+
+def test_of_several_runs_that_may_be_meant_the_one_with_least_counts(
+    model: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(model, own)
+    options: dict[str, Any] = {"model": own, "documents": documents, "out": tmp_path / "ds", "shard_nbytes": SHARD}
+    much = interrupt(options, after=10)
+    changed_weights(own)
+    little = interrupt(options, after=5)
+    assert estimate(**options).staged_nbytes == little < much
+    changed_weights_again = tiny_model("gemma3", seed=6, max_position_embeddings=256)
+    changed_weights_again.save_pretrained(own)
+    full_disk(monkeypatch, estimate(**options).needed_nbytes)
+    watcher = Watcher()
+    with pytest.raises(StorageError) as refused:  # it continues neither, which the weights alone tell
+        run(**options, progress=watcher)
+    assert refused.value.code == "E200"
+    assert [name for name, _, _ in watcher.phases] == ["read", "load"]
+
+
+def test_shards_beyond_a_gap_and_damaged_plans_count_for_nothing(model: Path, documents: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": model, "documents": documents, "out": tmp_path / "ds", "shard_nbytes": SHARD}
+    staged = interrupt(options, after=10)
+    (plan,) = (tmp_path / "ds").glob(".staging/*/plan.json")
+    (plan.parent / "00000001.json").unlink()
+    first = (plan.parent / "00000000.shard").stat().st_size
+    assert estimate(**options).staged_nbytes == first < staged
+    plan.write_bytes(plan.read_bytes()[:-1])
+    assert estimate(**options).staged_nbytes == 0
+
+
 def test_estimates_say_whether_it_fits() -> None:
     settings: dict[str, Any] = {
         "documents": 1,
@@ -408,6 +558,56 @@ def test_what_cannot_be_extracted_is_refused_before_anything_is_written(
         run(model=model, documents=documents, out=tmp_path / "ds", **options)
     assert refused.value.code == code
     assert not (tmp_path / "ds").exists()
+
+
+def test_all_bad_lines_are_told_whatever_is_wrong_with_them(tmp_path: Path) -> None:
+    lines: list[Any] = [
+        {"id": "a", "token_ids": [1]},
+        {"id": "b", "token_ids": [320]},
+        "nothing",
+        {"id": "c", "text": "<s>x"},
+        {"id": "d", "token_ids": [0] * 9},
+        {"id": "e", "messages": [{"role": "user", "content": "x" * 7}]},
+    ]
+    documents = write_documents(tmp_path / "d.jsonl", lines)
+    tokeniser = Tokeniser(tiny_tokenizer(), vocab_size=320, max_tokens=8)
+    with pytest.raises(InputError) as refused:
+        make_plan(documents, tokeniser)
+    assert (refused.value.code, refused.value.path) == ("E300", str(documents))
+    first, *others = refused.value.message.split("; line ")
+    assert first == "5 bad lines: line 2: token id 320 is beyond the model's vocabulary of 320"
+    assert [other.partition(":")[0] for other in others] == ["3", "4", "5", "6"]
+    assert "not JSON" in others[0]
+    assert "adds another" in others[1]
+    assert "9 tokens" in others[2]
+    assert "14 tokens" in others[3]
+
+
+def test_a_single_bad_document_is_told_with_its_id(tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "d.jsonl", [{"id": i, "token_ids": [9]} for i in "ab"])
+    with pytest.raises(InputError, match="2 bad lines"):
+        make_plan(documents, Tokeniser(None, vocab_size=9))
+    rewritten(documents, lambda lines: lines[0].update(token_ids=[8]))
+    with pytest.raises(InputError, match="line 2: token id 9") as refused:
+        make_plan(documents, Tokeniser(None, vocab_size=9))
+    assert refused.value.record == "b"
+    assert refused.value.message.startswith("line 2: ")
+
+
+@pytest.mark.parametrize(
+    ("tokeniser", "text"),
+    [
+        (Tokeniser(None), "text needs a tokenizer"),
+        (Tokeniser(tiny_tokenizer(chat_template=None)), "messages need a chat template"),
+    ],
+)
+def test_what_the_model_lacks_is_told_once(tokeniser: Tokeniser, text: str, tmp_path: Path) -> None:
+    member = {"text": "x"} if text.startswith("text") else {"messages": [{"role": "user", "content": "x"}]}
+    lines = ["[]", *({"id": f"{i}", **member} for i in range(9))]
+    with pytest.raises(InputError) as refused:
+        make_plan(write_documents(tmp_path / "d.jsonl", lines), tokeniser)
+    assert refused.value.message.startswith("2 bad lines: line 1: ")
+    assert refused.value.message.count(text) == 1
 
 
 def test_truncation_on_request(model: Path, tmp_path: Path) -> None:

@@ -97,6 +97,33 @@ def test_yarn_frequencies_are_the_librarys(theta: float, head_dim: int, factor: 
     agree(settings, head_dim)
 
 
+@pytest.mark.parametrize(
+    ("settings", "head_dim"),
+    [
+        ({"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 4096, "truncate": False}, 128),
+        (
+            {
+                "rope_type": "llama3",
+                "rope_theta": 150000.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            80,
+        ),
+    ],
+    ids=["yarn", "llama3"],
+)
+def test_rounding_of_blended_frequencies_grows_with_the_factor(settings: dict[str, Any], head_dim: int) -> None:
+    """Why their tolerance does: these parameters are right, and 1e-6 would refuse them."""
+    settings = {**settings, "factor": 64.0}
+    ours = group(settings, head_dim)
+    off = np.abs(library(settings, head_dim)[0] / inverse_frequencies(ours) - 1)
+    assert 1e-6 < off.max() < tolerance(ours) == pytest.approx(64e-6)
+    closest = inverse_frequencies(group(settings | {"factor": 64.0 * 1.001}, head_dim))
+    assert np.abs(closest / inverse_frequencies(ours) - 1).max() > tolerance(ours)
+
+
 def test_one_parameter_more_gives_other_frequencies() -> None:
     plain = inverse_frequencies(group({"rope_type": "default", "rope_theta": 10000.0}))
     for other in (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvformat.errors import InputError, StorageError
-from kvformat.extract.sources import Source, read_documents
+from kvformat.extract.sources import BadLines, Source, read_documents
 from tests.models import write_documents
 
 
@@ -87,6 +87,52 @@ def test_a_bad_line_is_refused_with_file_number_and_reason(line: str | bytes, te
         next(documents)
     assert (refused.value.code, refused.value.path) == ("E300", str(path))
     assert "line 2" in refused.value.message
+
+
+def test_all_bad_lines_are_told_at_once(tmp_path: Path) -> None:
+    path = write_documents(
+        tmp_path / "d.jsonl",
+        [
+            {"id": "a", "text": "x"},
+            "not json",
+            {"id": "b", "text": "x"},
+            "",
+            {"id": "a", "text": "y"},
+            {"id": "c", "token_ids": []},
+        ],
+    )
+    documents = read_documents(path)
+    assert next(documents).id == "a"
+    with pytest.raises(InputError) as refused:
+        next(documents)
+    assert (refused.value.code, refused.value.path) == ("E300", str(path))
+    first, *others = refused.value.message.split("; line ")
+    assert first.startswith("4 bad lines: line 2: not JSON")
+    assert [other.partition(":")[0] for other in others] == ["4", "5", "6"]
+    assert "blank" in others[0]
+    assert "stands in line 1" in others[1]
+    assert "`token_ids` is empty" in others[2]
+
+
+@pytest.mark.parametrize("count", [20, 21, 1020])
+def test_what_is_told_of_bad_lines_is_bounded(count: int, tmp_path: Path) -> None:
+    path = write_documents(tmp_path / "d.jsonl", ["[]"] * count)
+    with pytest.raises(InputError) as refused:
+        read(path)
+    message = refused.value.message
+    assert message.startswith(f"{count:,} bad lines: line 1: ")
+    assert message.count("; line ") == 19
+    assert ("line 20:" in message, "line 21:" in message) == (True, False)
+    assert message.endswith("; and 1,000 more" if count > 1000 else "; and 1 more" if count == 21 else "array")
+
+
+def test_who_gathers_bad_lines_gets_the_good_ones(tmp_path: Path) -> None:
+    path = write_documents(tmp_path / "d.jsonl", ["[]", {"id": "a", "text": "x"}, "[]", {"id": "b", "text": "x"}])
+    bad = BadLines(path)
+    assert [source.id for source in read_documents(path, bad=bad)] == ["a", "b"]
+    with pytest.raises(InputError, match=r"2 bad lines: line 1: .*; line 3: "):
+        bad.check()
+    BadLines(path).check()
 
 
 def test_a_repeated_id_names_both_lines(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from kvformat.extract.hf import HuggingFaceExtractor
 from kvformat.extract.probe import probe, reachable_state
-from kvformat.extract.weights import reaching_tensors, tensor_digest, weights_digest, weights_file
+from kvformat.extract.weights import reaching_tensors, state_digest, tensor_digest, weights_digest, weights_file
 from kvformat.spec import canonical
 from tests.models import save_tiny, tiny_model
 
@@ -209,3 +212,48 @@ def test_saved_and_loaded_models_list_the_same_names(tmp_path: Path) -> None:
     assert canonical.decode(loaded.files["weights"]) == canonical.decode(
         HuggingFaceExtractor.of(tiny_model("qwen3-moe")).files["weights"]
     )
+
+
+def test_a_state_digest_covers_names_dtypes_shapes_and_every_byte() -> None:
+    state = {
+        "a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+        "mask": torch.tensor([True, False]),
+        "table": torch.tensor([1, 2], dtype=torch.int64),
+        "scale": torch.tensor(2.0),
+        "none": torch.empty(0, 4),
+    }
+    changes: list[dict[str, torch.Tensor]] = [
+        {"a": state["a"].reshape(3, 2)},
+        {"a": state["a"].view(torch.float16)},
+        {"mask": torch.tensor([True, True])},
+        {"table": torch.tensor([1, 3])},
+        {"scale": torch.tensor([2.0])},
+        {"none": torch.empty(4, 0)},
+        {"more": torch.empty(0)},
+    ]
+    found = [state_digest(state), *(state_digest(state | change) for change in changes)]
+    found.append(state_digest({"b" if name == "a" else name: tensor for name, tensor in state.items()}))
+    assert len(set(found)) == len(found)
+    assert state_digest(dict(reversed(state.items()))) == found[0]
+
+
+def test_the_digest_an_unknown_context_resumes_by_is_the_same_in_every_process(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", "deepseek", tokenizer=False)
+    code = (
+        "import sys; from kvformat.extract import HuggingFaceExtractor as E\n"
+        "print(E.load(sys.argv[1], context='unknown', layers=[0, 1]).values_digest())"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(model)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
+    (digest,) = found
+    assert len(digest.strip()) == 64
+    assert HuggingFaceExtractor.load(model, context="unknown", layers=[0]).values_digest() != digest.strip()

@@ -11,14 +11,18 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvformat
 from tests.models import save_tiny, write_documents
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = 24
+KILLS = 50
 
 
 class Server:
@@ -81,8 +85,28 @@ def check_whole(location, server):
     assert {warning.code for warning in report.warnings} <= {"W002"}
 
 
+class State(NamedTuple):
+    """What lies at a location: files by the folder they are in, without what is random about their names."""
+
+    published: bool
+    staged: tuple[tuple[str, int], ...]
+    sealed: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, out):
+        files = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
+        staged = Counter(path.suffix for path in files if path.parts[0] == ".staging")
+        sealed = Counter(path.parts[0] for path in files if path.parts[0] != ".staging")
+        return cls((out / "kvformat.json").exists(), tuple(sorted(staged.items())), tuple(sorted(sealed.items())))
+
+    @property
+    def kind(self):
+        receipts = dict(self.staged).get(".json", 0) - 1  # one is the plan
+        return "published" if self.published else "some shards" if receipts > 0 else "no shard"
+
+
 def kill_and_resume(server, tmp_path, kills):
-    """Kill one extraction at each of so many points and let the same call complete it; what was found each time."""
+    """Kill one extraction at each of so many points and let the same call complete it; states it was found in."""
     status, total = server.extract(tmp_path / "all")
     assert status == 0
     assert total > 5 * DOCUMENTS, "operations on the disk are told too"
@@ -94,19 +118,20 @@ def kill_and_resume(server, tmp_path, kills):
         out = tmp_path / f"{number}"
         status, _ = server.extract(out, kill_after=point)
         assert status in (-signal.SIGKILL, 0)
-        receipts = len(list(out.glob(".staging/*/0*.json")))
-        if (out / "kvformat.json").exists():
-            seen["published"] += 1
+        state = State.of(out)
+        seen[state] += 1
+        if state.published:
             check_whole(out, server)
         else:
-            seen["some shards" if receipts else "no shard"] += 1
             with pytest.raises(kvformat.DatasetNotFoundError):
                 kvformat.open(out)
         status, steps = server.extract(out)
         assert status == 0
         assert steps <= total
         check_whole(out, server)
-    return seen
+    assert sum(seen.values()) == kills
+    assert {state.kind for state in seen} == {"no shard", "some shards", "published"}, seen
+    assert len(seen) > kills // 3, seen  # the points are spread, and no two thirds of them fall together
 
 
 @pytest.mark.slow
@@ -119,21 +144,22 @@ def test_kill_an_extraction_at_fifty_points(tmp_path):
     ]
     server = Server(tmp_path, model, lines, 24 << 10)
     try:
-        seen = kill_and_resume(server, tmp_path, 50)
+        kill_and_resume(server, tmp_path, KILLS)
     finally:
         server.close()
-    assert set(seen) == {"no shard", "some shards", "published"}, seen
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kill_an_extraction_of_the_real_model(tmp_path, smollm2):
-    lines = [
-        {"id": f"doc-{number}", "text": f"{number} bottles of beer on the wall, " * (1 + number % 3)}
-        for number in range(DOCUMENTS)
-    ]
-    server = Server(tmp_path, smollm2, lines, 4 << 20)
+def test_kill_an_extraction_of_a_real_model_at_fifty_points(tmp_path, smollm2):
+    """The lower layers of real weights, and texts that are tokens already: what is killed each time starts quickly."""
+    whole = AutoModelForCausalLM.from_pretrained(smollm2, num_hidden_layers=4, dtype=torch.bfloat16)
+    whole.save_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    texts = [f"{number} bottles of beer on the wall, " * (1 + number % 3) for number in range(DOCUMENTS)]
+    lines = [{"id": f"doc-{number}", "token_ids": tokenizer(text)["input_ids"]} for number, text in enumerate(texts)]
+    server = Server(tmp_path, tmp_path / "model", lines, 256 << 10)
     try:
-        kill_and_resume(server, tmp_path, 6)
+        kill_and_resume(server, tmp_path, KILLS)
     finally:
         server.close()

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModel
 
 from kvformat.errors import make_error
+from kvformat.extract.hf.hub import commit_of
 from kvformat.extract.hf.loading import load_config
 from kvformat.extract.hf.options import check_dtype, configured_dtype, latent_widths, max_positions, wanted_layers
 from kvformat.extract.probe import probe
@@ -32,6 +33,8 @@ class Description(NamedTuple):
         Positions and embedding rows; None where the configuration does not say.
     compute_dtype
         Given, or what the configuration names.
+    revision
+        Commit of a hub id, so that weights and tokenizer are loaded from the very same; as given where nobody knows.
     """
 
     family: str
@@ -39,6 +42,7 @@ class Description(NamedTuple):
     max_tokens: int | None
     vocab_size: int | None
     compute_dtype: str
+    revision: str | None
 
 
 def describe(
@@ -58,6 +62,7 @@ def describe(
     UsageError
         E081.
     """
+    revision = commit_of(model, revision) or revision
     config = load_config(model, revision=revision)
     text_config = config.get_text_config(decoder=True)
     compute = check_dtype(compute_dtype or configured_dtype(config), "compute")
@@ -71,6 +76,7 @@ def describe(
         max_tokens=max_positions(text_config),
         vocab_size=int(vocab) if vocab else None,
         compute_dtype=compute,
+        revision=revision,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -11,6 +12,7 @@ import torch
 
 from kvformat.errors import make_error
 from kvformat.extract.capture import CaptureCache, cache_argument, run_decoder
+from kvformat.extract.hf.hub import commit_of
 from kvformat.extract.hf.loading import (
     compute_dtype_of,
     decoder_stack,
@@ -24,8 +26,9 @@ from kvformat.extract.identity import check_history, derive_context, inv_freq_fi
 from kvformat.extract.options import ContextKind
 from kvformat.extract.probe import probe, reachable_state
 from kvformat.extract.shapes import cached_schema, slots
-from kvformat.extract.weights import reaching_tensors, weights_digest, weights_file
+from kvformat.extract.weights import reaching_tensors, state_digest, weights_digest, weights_file
 from kvformat.interfaces import Extracted
+from kvformat.spec import canonical
 from kvformat.spec.context import Context, Text
 from kvformat.tensors import torch_dtype
 
@@ -146,8 +149,9 @@ class HuggingFaceExtractor:
         """
         if dtype is not None:
             check_dtype(dtype, "storage")
+        commit = commit_of(model, revision)
         decoder = load_decoder(
-            model, revision=revision, compute_dtype=compute_dtype, attn_implementation=attn_implementation
+            model, revision=commit or revision, compute_dtype=compute_dtype, attn_implementation=attn_implementation
         )
         extractor = cls(
             decoder,
@@ -155,7 +159,7 @@ class HuggingFaceExtractor:
             dtype=dtype,
             text=text,
             context=context,
-            provenance=provenance_of(decoder, model, torch.device(device)),
+            provenance=provenance_of(decoder, model, torch.device(device), commit=commit),
         )
         extractor._move(device)
         return extractor
@@ -281,6 +285,25 @@ class HuggingFaceExtractor:
             Extracted(components={name: buffer[index] for name, buffer in buffers.items()}, extras={})
             for index in range(len(documents))
         ]
+
+    def values_digest(self) -> str:
+        """SHA-256 (hex) over what determines the values, for a model no context is known of.
+
+        Covers the weights as loaded, the configuration, library versions, device and settings. Unlike a context it
+        says nothing about what these mean, so it serves to continue an interrupted run and is not stored. Each call
+        reads all weights: about a second a gigabyte.
+        """
+        state = {
+            name: tensor
+            for name, tensor in self._decoder.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        determining = {
+            "configuration": self._decoder.config.to_json_string(use_diff=False),
+            "provenance": self._provenance,
+            "state": state_digest(state),
+        }
+        return hashlib.sha256(canonical.encode(determining)).hexdigest()
 
     def _move(self, device: str | torch.device) -> None:
         """Drop the layers above the last wanted one, then move the rest: they never reach the device."""

@@ -190,8 +190,10 @@ def watchable_attention(decoder: Any) -> Iterator[None]:
         decoder.set_attn_implementation(chosen)
 
 
-def provenance_of(decoder: Any, model: str | Path, device: torch.device) -> dict[str, str]:
-    """What is recorded and never compared. A directory counts by its last name only."""
+def provenance_of(
+    decoder: Any, model: str | Path, device: torch.device, *, commit: str | None = None
+) -> dict[str, str]:
+    """What is recorded and never compared. A directory counts by its last name only, a hub id with its commit."""
     config = decoder.config
     if device.type == "cuda":
         where = f"cuda: {torch.cuda.get_device_name(device)}"
@@ -210,9 +212,8 @@ def provenance_of(decoder: Any, model: str | Path, device: torch.device) -> dict
     }
     if str(model):
         found["model"] = Path(model).resolve().name if Path(model).exists() else str(model)
-    commit = getattr(config, "_commit_hash", None)
-    if commit:
-        found["revision"] = str(commit)
+    if commit is not None:
+        found["revision"] = commit
     return found
 
 

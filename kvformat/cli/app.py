@@ -1,0 +1,49 @@
+"""The ``kvformat`` command, assembled."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import kvformat
+from kvformat.cli import output
+from kvformat.cli.clean import clean
+from kvformat.cli.diff import diff
+from kvformat.cli.estimate import estimate
+from kvformat.cli.extract import extract
+from kvformat.cli.group import EXIT_CODES, Commands
+from kvformat.cli.inspect import inspect
+from kvformat.cli.status import status
+from kvformat.cli.verify import verify
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help costs no import of rich
+    pretty_exceptions_enable=False,
+    epilog=EXIT_CODES,
+)
+for command in (extract, estimate, inspect, verify, diff, status, clean):
+    app.command(epilog=EXIT_CODES)(command)
+
+
+def _version(wanted: bool) -> None:  # noqa: FBT001 - the form of an option's callback
+    if wanted:
+        output.emit(f"kvformat {kvformat.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvformat_(
+    *,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Datasets of the per-layer attention keys and values of a frozen transformer.
+
+    Stored once, verified, read back at the speed of the storage.
+    """
