@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvformat.cli import options, output
+from kvformat.cli.headers import header_warning
 from kvformat.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -47,10 +48,15 @@ def estimate(
         special_tokens=special_tokens,
         **parsed,
     )
+    warning = header_warning(shards=found.shards, headers=found.header_nbytes, nbytes=found.nbytes)
+    if warning is not None and not found.finished:
+        output.complain(warning)
     if as_json:
         output.emit_json(_document(found))
     else:
         _show(found)
+    if found.finished:
+        output.complain("a dataset of these documents is here already: extraction only compares its context")
     if not found.fits:
         needed, free = f"{found.needed_nbytes:,} bytes are needed", f"{found.free_nbytes:,} are free"
         output.complain(f"warning: {needed} and {free}: extraction would refuse")
@@ -71,7 +77,7 @@ def _show(found: Estimate) -> None:
     from kvformat.cli.fields import schema_fields
     from kvformat.cli.tables import facts, heading
 
-    per_token = found.nbytes / max(found.tokens, 1)
+    per_token = (found.nbytes - found.header_nbytes) / max(found.tokens, 1)
     output.render(
         facts(
             {
@@ -79,8 +85,9 @@ def _show(found: Estimate) -> None:
                 "documents": f"{found.documents:,}, {found.records:,} of them different",
                 "tokens": f"{found.tokens:,}, {found.longest:,} in the longest document",
                 "shards": f"{found.shards:,}, {output.size_text(found.nbytes)} ({found.nbytes:,} bytes)",
-                "index": f"about {output.size_text(found.index_nbytes)}",
-                "a token": f"{output.size_text(round(per_token))}, padding included",
+                "headers": f"{output.size_text(found.header_nbytes)} of that",
+                "a token": f"{output.size_text(round(per_token))}, padding included, headers not",
+                "index": f"at most {output.size_text(found.index_nbytes)}, with room to spare",
                 "staged": output.size_text(found.staged_nbytes),
                 "needed": output.size_text(found.needed_nbytes),
                 "free": f"{output.size_text(found.free_nbytes)}, {'enough' if found.fits else 'NOT ENOUGH'}",

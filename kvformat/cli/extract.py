@@ -11,8 +11,10 @@ import typer
 
 from kvformat.cli import options, output
 from kvformat.cli.group import INTERRUPTED
+from kvformat.cli.headers import header_nbytes, header_warning
 from kvformat.cli.progress import Meter, meter
 from kvformat.cli.quiet import quiet_libraries
+from kvformat.errors import KVFormatError
 
 if TYPE_CHECKING:
     from kvformat.extract import Phase
@@ -89,9 +91,13 @@ def extract(
                 **parsed,
             )
     except KeyboardInterrupt:
-        message = "finished shards are kept, the same command resumes after them"
-        output.report_other("interrupted", message, as_json=as_json)
+        output.report_other("interrupted", _left(out), as_json=as_json)
         raise typer.Exit(INTERRUPTED) from None
+    warning = header_warning(
+        shards=dataset.manifest.totals.shards, headers=header_nbytes(dataset), nbytes=dataset.nbytes
+    )
+    if warning is not None and watch.extracted:
+        output.complain(warning)
     if as_json:
         output.emit_json(_document(dataset, watch))
     else:
@@ -148,6 +154,20 @@ class Watch:
         return f"{self.tokens / self.seconds:,.0f} tokens/s, {self.nbytes / self.seconds / 1e9:.3f} GB/s"
 
 
+def _left(out: str) -> str:
+    """What an interrupted run left behind."""
+    from kvformat.cli.staged import any_finished
+    from kvformat.storage.location import local_path
+
+    try:
+        kept = any_finished(local_path(out))
+    except KVFormatError:  # interrupted before the location was looked at
+        kept = False
+    if kept:
+        return "finished shards are kept, the same command resumes after them"
+    return "no shard was finished, the same command begins anew"
+
+
 def _document(dataset: Dataset, watch: Watch) -> dict[str, Any]:
     return {
         "ok": True,
@@ -176,7 +196,13 @@ def _lines(dataset: Dataset, watch: Watch) -> list[str]:
         f"    id {dataset.id}",
         f"    {counts}, {output.size_text(dataset.nbytes)}",
     ]
-    if watch.extracted:
+    if not watch.extracted:
+        largest = max(dataset.index.shard(ordinal).size for ordinal in range(dataset.manifest.totals.shards))
+        lines.append(
+            f"    its shards are of up to {output.size_text(largest)}; shard size, batch size, device and attention "
+            "implementation were not compared"
+        )
+    else:
         kept = f", {output.size_text(watch.resumed_nbytes)} kept from before" if watch.resumed_nbytes else ""
         lines.append(f"    computed {output.size_text(watch.nbytes)} in {watch.seconds:.1f} s: {watch.rates()}{kept}")
     return lines

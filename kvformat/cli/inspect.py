@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvformat.cli import options, output
+from kvformat.cli.headers import header_nbytes
 from kvformat.errors import make_error
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def _document(dataset: Dataset) -> dict[str, Any]:
         "names": dataset.num_names,
         "tokens": dataset.num_tokens,
         "nbytes": dataset.nbytes,
+        "header_nbytes": header_nbytes(dataset),
         "index_nbytes": _other_nbytes(dataset),
         "schema": msgspec.to_builtins(manifest.schema),
         "context": msgspec.to_builtins(manifest.context),
@@ -138,6 +140,8 @@ def _show(dataset: Dataset) -> None:
 
 def _overview(dataset: Dataset) -> dict[str, str]:
     size, beside = output.size_text(dataset.nbytes), output.size_text(_other_nbytes(dataset))
+    headers = header_nbytes(dataset)
+    per_token = (dataset.nbytes - headers) / max(dataset.num_tokens, 1)
     return {
         "dataset": dataset.location,
         "id": dataset.id,
@@ -146,7 +150,8 @@ def _overview(dataset: Dataset) -> dict[str, str]:
         "records": f"{len(dataset):,} with {output.counted(dataset.num_names, 'name')}",
         "tokens": f"{dataset.num_tokens:,}",
         "size": f"{size} in shards, {beside} beside",
-        "a token": f"{output.size_text(round(dataset.nbytes / max(dataset.num_tokens, 1)))}, padding included",
+        "headers": f"{output.size_text(headers)} of the shards",
+        "a token": f"{output.size_text(round(per_token))}, padding included, headers not",
     }
 
 

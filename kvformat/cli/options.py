@@ -45,7 +45,9 @@ Dtype = Annotated[
 ComputeDtype = Annotated[
     str | None,
     typer.Option(
-        "--compute-dtype", metavar="DTYPE", help="What the model computes in [default: as its configuration says]."
+        "--compute-dtype",
+        metavar="DTYPE",
+        help="Dtype of computation: BF16, F16 or F32 [default: as configured].",
     ),
 ]
 Layers = Annotated[
@@ -75,16 +77,7 @@ SpecialTokens = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-_DTYPES = {
-    "bf16": "BF16",
-    "bfloat16": "BF16",
-    "f16": "F16",
-    "fp16": "F16",
-    "float16": "F16",
-    "f32": "F32",
-    "fp32": "F32",
-    "float32": "F32",
-}
+_DTYPES = ("BF16", "F16", "F32")
 _SIZE = re.compile(r"([0-9]+)(?:\.([0-9]+))? ?([a-zA-Z]*)", re.ASCII)
 _BINARY = {name: 1 << (10 * power) for power, name in enumerate("kmgt", start=1)}
 _FACTORS = (
@@ -122,7 +115,7 @@ def parse(*, dtype: str | None, compute_dtype: str | None, layers: str | None, s
 
 
 def parse_dtype(text: str | None, option: str) -> str | None:
-    """Name of a dtype as the format writes it.
+    """Name of a dtype as the format writes it; upper and lower case are one.
 
     Raises
     ------
@@ -131,10 +124,9 @@ def parse_dtype(text: str | None, option: str) -> str | None:
     """
     if text is None:
         return None
-    found = _DTYPES.get(text.lower())
-    if found is None:
+    if text.upper() not in _DTYPES:
         raise make_error("E081", f"{option} must be BF16, F16 or F32, found {text!r}")
-    return found
+    return text.upper()
 
 
 def parse_layers(text: str | None) -> list[int] | None:

@@ -17,7 +17,7 @@ from kvformat.storage.faults import translated
 from kvformat.storage.lease import DirectoryLease
 from kvformat.write.staging import Plan, Receipt, stagings
 
-__all__ = ["StagedWork", "directories", "is_directory", "look", "look_all", "others"]
+__all__ = ["StagedWork", "any_finished", "directories", "is_directory", "look", "look_all", "others"]
 
 State = Literal["live", "abandoned", "unknown"]
 T = TypeVar("T", Plan, Receipt)
@@ -61,6 +61,15 @@ def others(root: Path) -> list[Path]:
     known = set(directories(root))
     with translated(parent):
         return sorted(path for path in parent.iterdir() if path not in known)
+
+
+def any_finished(root: Path) -> bool:
+    """Whether any staging directory below a root holds a finished shard."""
+    for path in directories(root):
+        with translated(path):
+            if any(_RECEIPT.fullmatch(entry.name) for entry in path.iterdir()):
+                return True
+    return False
 
 
 def look(path: Path) -> StagedWork | None:

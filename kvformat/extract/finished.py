@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import NoReturn
 
 from kvformat.errors import make_error
 from kvformat.extract.options import ContextKind
 from kvformat.extract.plan import Plan
 from kvformat.interfaces import Extractor
-from kvformat.read.dataset import Dataset
+from kvformat.read.dataset import Dataset, open_dataset
 from kvformat.spec.context import differences
+from kvformat.spec.paths import ROOT
 from kvformat.spec.schema import Schema
+from kvformat.storage.faults import translated
 
-__all__ = ["check_comparable", "check_context", "check_plan"]
+__all__ = ["check_comparable", "check_context", "check_plan", "check_schema", "check_target"]
 
 
-def check_plan(dataset: Dataset, plan: Plan, schema: Schema) -> None:
-    """Refuse unless a dataset holds just the documents of a plan, under the same names, in the same order; E118."""
+def check_target(root: Path) -> Dataset | None:
+    """The dataset that is finished at a location, or None where one can be made.
+
+    Raises
+    ------
+    StorageError
+        E207 where a file stands in the way, or the directory may not be written to.
+    """
+    with translated(root):
+        if (root / ROOT).exists():
+            return open_dataset(root)
+        place = next(path for path in (root, *root.parents) if os.path.lexists(path))
+        if not place.is_dir():
+            raise make_error("E207", "a file stands where a directory is needed: choose another location", path=place)
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise make_error("E207", "the directory may not be written to: check owner and mode", path=place)
+    return None
+
+
+def check_schema(dataset: Dataset, schema: Schema) -> None:
+    """Refuse another schema; E118. No document need be read for that."""
     if dataset.schema != schema:
         _differs(dataset, "its schema is another one")
+
+
+def check_plan(dataset: Dataset, plan: Plan) -> None:
+    """Refuse unless a dataset holds just the documents of a plan, under the same names, in the same order; E118."""
     if dataset.text != plan.text:
         _differs(dataset, "its text became token ids by other rules")
     if dataset.num_names != len(plan):

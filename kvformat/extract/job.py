@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from msgspec.structs import replace
 
 from kvformat.errors import make_error
-from kvformat.extract.finished import check_comparable, check_context, check_plan
-from kvformat.extract.options import ContextKind, ExtractionOptions
+from kvformat.extract.finished import check_context
+from kvformat.extract.options import ContextKind, ExtractionOptions, context_kind, documents_path, layer_numbers
 from kvformat.extract.plan import Plan, PlannedDocument
 from kvformat.extract.prepare import known_of, prepare, size_of
 from kvformat.extract.size import Estimate, require_space
 from kvformat.extract.staged import staged_nbytes
-from kvformat.extract.tag import Identified, Tag, staging_tag
+from kvformat.extract.tag import Identified, Tag, model_name, staging_tag
 from kvformat.read.dataset import Dataset, open_dataset
+from kvformat.spec.context import Context
 from kvformat.spec.digests import context_digest
 from kvformat.spec.layout import Layout
-from kvformat.spec.paths import ROOT
 from kvformat.storage.location import local_path
 from kvformat.write.create import create
 from kvformat.write.writer import Writer
@@ -72,7 +72,7 @@ def run(
     truncate: int | None = None,
     add_generation_prompt: bool = False,
     special_tokens: bool = True,
-    context: ContextKind = "derive",
+    context: ContextKind | Context = "derive",
     allow_non_finite: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Dataset:
@@ -120,12 +120,13 @@ def run(
         E300 to E306, E104.
     StorageError
         E200 when space is short: before the model is loaded, and again where loading it shows that it continues less.
+        E207 where ``out`` cannot be written to, before anything is read.
     IdentityError
         E118 where another dataset is at ``out``, or one that cannot be compared.
     """
     options = ExtractionOptions(
         model=str(model),
-        documents=Path(documents),
+        documents=documents_path(documents),
         out=local_path(out),
         revision=revision,
         dtype=dtype,
@@ -133,12 +134,12 @@ def run(
         device=device,
         batch_size=batch_size,
         attn_implementation=attn_implementation,
-        layers=None if layers is None else tuple(layers),
+        layers=layer_numbers(layers),
         shard_nbytes=shard_nbytes,
         truncate=truncate,
         add_generation_prompt=add_generation_prompt,
         special_tokens=special_tokens,
-        context=context,
+        context=context_kind(context),
         allow_non_finite=tuple(allow_non_finite),
     )
     return _run(options, progress or _Silent())
@@ -147,16 +148,12 @@ def run(
 def _run(options: ExtractionOptions, report: Progress) -> Dataset:
     root = options.out
     report.phase("read")
-    described, plan = prepare(options)
+    described, plan, finished = prepare(options)
     known = known_of(described, options, context=options.context)
-    finished = open_dataset(root) if (root / ROOT).exists() else None
     size: Estimate | None = None
     if finished is None:
         size = size_of(plan, described, options, known=known)
         require_space(size, root)
-    else:
-        check_plan(finished, plan, described.schema)
-        check_comparable(finished, options.context)
     report.phase("load")
     extractor = _load(options, plan, described.revision)
     if extractor.schema != described.schema:
@@ -171,7 +168,7 @@ def _run(options: ExtractionOptions, report: Progress) -> Dataset:
         compute_dtype=described.compute_dtype,
         context=options.context,
         device=extractor.provenance["device"],
-        model=options.model,
+        model=model_name(options.model),
         revision=options.revision or "",
     )
     whole = _staging_tag(extractor, tag.encode(), report)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from operator import index
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from msgspec import Struct
 
 from kvformat.errors import make_error
 from kvformat.spec import limits
+from kvformat.spec.context import Context
 
-__all__ = ["ContextKind", "ExtractionOptions"]
+__all__ = ["ContextKind", "ExtractionOptions", "context_kind", "documents_path", "layer_numbers"]
 
 ContextKind = Literal["derive", "unknown"]
 
@@ -48,6 +52,40 @@ class ExtractionOptions(Struct, frozen=True, kw_only=True):
             raise make_error("E081", f"batch_size must be at least 1, found {self.batch_size}")
         if not 1 <= self.shard_nbytes <= limits.MAX_FILE_NBYTES:
             raise make_error("E081", f"shard_nbytes must be 1 to 2^48-1, found {self.shard_nbytes}")
-        kinds = get_args(ContextKind)
-        if self.context not in kinds:
-            raise make_error("E081", f"context must be {' or '.join(map(repr, kinds))}, found {self.context!r}")
+
+
+def context_kind(context: object) -> ContextKind:
+    """What to do about a context: ``Context.unknown()`` says the same as ``"unknown"``. E081 for anything else."""
+    if context == "derive":
+        return "derive"
+    if context == "unknown" or context == Context.unknown():
+        return "unknown"
+    raise make_error(
+        "E081",
+        f"context must be 'derive', 'unknown' or Context.unknown(), found {context!r:.80}; that of a known model is "
+        "derived from the model itself",
+    )
+
+
+def layer_numbers(layers: object) -> tuple[int, ...] | None:
+    """Layers as integers, in the order given; None for None. E081 for what is no sequence of integers."""
+    if layers is None:
+        return None
+    try:
+        if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
+            raise TypeError
+        return tuple(map(index, layers))
+    except TypeError:
+        raise make_error(
+            "E081", f"layers must be integers such as [0, 1, 12] or range(4), found {layers!r:.80}"
+        ) from None
+
+
+def documents_path(documents: object) -> Path:
+    """The documents file. E081 for anything but a path, such as the documents themselves."""
+    if not isinstance(documents, str | os.PathLike) or not isinstance(os.fspath(documents), str):
+        raise make_error(
+            "E081",
+            f"documents must be the path of a JSON Lines file, found {documents!r:.80}; write one JSON object a line",
+        )
+    return Path(documents)

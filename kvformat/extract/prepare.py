@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from kvformat.errors import make_error
-from kvformat.extract.options import ExtractionOptions
+from kvformat.extract.finished import check_comparable, check_plan, check_schema, check_target
+from kvformat.extract.options import ExtractionOptions, documents_path, layer_numbers
 from kvformat.extract.plan import Plan, make_plan
 from kvformat.extract.size import Estimate, estimate_size
 from kvformat.extract.staged import Known, staged_nbytes
+from kvformat.extract.tag import model_name
 from kvformat.extract.tokenise import Tokeniser
 from kvformat.storage.location import local_path
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     import os
 
     from kvformat.extract.hf import Description
+    from kvformat.read.dataset import Dataset
 
 __all__ = ["estimate", "known_of", "prepare", "size_of"]
 
@@ -47,30 +51,40 @@ def estimate(
         E300 to E306.
     UsageError
         E081.
+    StorageError
+        E207 where :func:`run` could not write to ``out``.
+    IdentityError
+        E118 where another dataset is at ``out``, or one of an unknown context.
     """
     options = ExtractionOptions(
         model=str(model),
-        documents=Path(documents),
+        documents=documents_path(documents),
         out=local_path(out),
         revision=revision,
         dtype=dtype,
         compute_dtype=compute_dtype,
-        layers=None if layers is None else tuple(layers),
+        layers=layer_numbers(layers),
         shard_nbytes=shard_nbytes,
         truncate=truncate,
         add_generation_prompt=add_generation_prompt,
         special_tokens=special_tokens,
     )
-    described, plan = prepare(options)
-    return size_of(plan, described, options, known=known_of(described, options))
+    described, plan, finished = prepare(options)
+    size = size_of(plan, described, options, known=known_of(described, options))
+    return replace(size, finished=finished is not None)
 
 
-def prepare(options: ExtractionOptions) -> tuple[Description, Plan]:
-    """Description of the model, and plan of the documents; errors as for :func:`estimate`."""
+def prepare(options: ExtractionOptions) -> tuple[Description, Plan, Dataset | None]:
+    """Description of the model, plan of the documents, and the dataset of that plan where it is finished already.
+
+    Errors as for :func:`estimate`; what can be refused with little work is refused first.
+    """
     try:
-        from kvformat.extract.hf import describe
+        from kvformat.extract.hf import check_device, describe
     except ModuleNotFoundError as error:
         raise make_error("E205", f"extraction needs {error.name}: pip install 'kvformat[hf]'") from error
+    check_device(options.device)
+    finished = check_target(options.out)
     described = describe(
         options.model,
         revision=options.revision,
@@ -78,6 +92,8 @@ def prepare(options: ExtractionOptions) -> tuple[Description, Plan]:
         dtype=options.dtype,
         compute_dtype=options.compute_dtype,
     )
+    if finished is not None:
+        check_schema(finished, described.schema)
     tokeniser = Tokeniser.load(
         options.model,
         revision=described.revision,
@@ -87,14 +103,18 @@ def prepare(options: ExtractionOptions) -> tuple[Description, Plan]:
         max_tokens=described.max_tokens,
         vocab_size=described.vocab_size,
     )
-    return described, make_plan(options.documents, tokeniser)
+    plan = make_plan(options.documents, tokeniser)
+    if finished is not None:
+        check_plan(finished, plan)
+        check_comparable(finished, options.context)
+    return described, plan, finished
 
 
 def known_of(described: Description, options: ExtractionOptions, **more: str) -> Known:
     """What is known of a run's plan before the model is loaded; ``more`` members of its tag."""
     tag = {
         "compute_dtype": described.compute_dtype,
-        "model": options.model,
+        "model": model_name(options.model),
         "revision": options.revision or "",
         **more,
     }

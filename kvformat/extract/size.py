@@ -32,11 +32,17 @@ class Estimate(Struct, frozen=True, kw_only=True):
     tokens, longest
         Tokens of all records, and of the longest.
     nbytes, shards
-        Size of the shards, and their number; ``index_nbytes`` is about that of everything else.
+        Size of the shards, and their number. ``header_nbytes`` of that are headers; each has room for as many records
+        as a shard may hold.
+    index_nbytes
+        Room for everything else, generously counted: hardly ever is so much written.
     free_nbytes, staged_nbytes
         Free space where the dataset goes, and what an interrupted run left there for this one to continue.
     family, compute_dtype, schema
         Of the model.
+    finished
+        Whether a dataset of these very documents is there already. Only the loaded model tells whether its context is
+        the same; where it is, nothing is written, and where not, extraction refuses.
     """
 
     documents: int
@@ -45,16 +51,20 @@ class Estimate(Struct, frozen=True, kw_only=True):
     longest: int
     nbytes: int
     shards: int
+    header_nbytes: int
     index_nbytes: int
     free_nbytes: int
     staged_nbytes: int
     family: str
     compute_dtype: str
     schema: Schema
+    finished: bool = False
 
     @property
     def needed_nbytes(self) -> int:
-        """Space that must be free: everything, less what is staged."""
+        """Space that must be free: everything, less what is staged; none where the dataset is finished."""
+        if self.finished:
+            return 0
         return max(0, self.nbytes + self.index_nbytes - self.staged_nbytes)
 
     @property
@@ -108,6 +118,7 @@ def estimate_size(
         longest=longest,
         nbytes=payload + shards * header,
         shards=shards,
+        header_nbytes=shards * header,
         index_nbytes=count * _INDEX_RECORD + documents * _INDEX_NAME + name_nbytes + _SLACK,
         free_nbytes=shutil.disk_usage(_existing(out)).free,
         staged_nbytes=staged_nbytes,

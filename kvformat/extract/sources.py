@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,8 @@ def read_documents(path: str | Path, *, bad: BadLines | None = None) -> Iterator
     try:
         with Path(path).open("rb") as file:
             for number, raw in enumerate(file, start=1):
+                if number == 1:
+                    raw = raw.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901 - some editors put it before everything
                 try:
                     source = _parse(raw.removesuffix(b"\n").removesuffix(b"\r"), path, number)
                     first = seen.setdefault(source.id, number)
@@ -139,6 +142,8 @@ def _parse(raw: bytes, path: object, line: int) -> Source:
         refuse(path, line, f"member {error.args[0]!r} stands twice")
     except RecursionError:
         refuse(path, line, "nested too deeply")
+    except json.JSONDecodeError as error:
+        refuse(path, line, f"not JSON at column {error.colno}: {error.msg}")
     except ValueError as error:
         refuse(path, line, f"not JSON: {error}")
     if not isinstance(value, dict):

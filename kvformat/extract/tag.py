@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -11,7 +12,7 @@ from kvformat.extract.options import ContextKind
 from kvformat.interfaces import Extractor
 from kvformat.spec import canonical
 
-__all__ = ["Identified", "Tag", "members", "staging_tag"]
+__all__ = ["Identified", "Tag", "members", "model_name", "staging_tag"]
 
 
 @runtime_checkable
@@ -35,6 +36,11 @@ class Tag(Struct, frozen=True, kw_only=True):
     def encode(self) -> str:
         """As the text a writer takes."""
         return canonical.encode(self).decode()
+
+
+def model_name(model: str) -> str:
+    """What a tag calls a model: a directory by its real path however it was spelt, anything else as given."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def staging_tag(extractor: Extractor, tag: str) -> str:

@@ -12,6 +12,8 @@ import pytest
 import kvformat
 import kvformat.extract
 from kvformat.cli.extract import Watch
+from kvformat.cli.headers import header_nbytes, header_warning
+from kvformat.cli.output import size_text
 from kvformat.cli.progress import Lines
 from kvformat.errors import make_error
 from tests.cli.conftest import command, environment
@@ -43,6 +45,7 @@ def arguments(model: Path, documents: Path, tmp_path: Path) -> list[object]:
 def test_extract_publishes_what_the_function_would(run, arguments, model, documents, tmp_path: Path) -> None:
     result = run("extract", *arguments, "--layers", "0,2", "--dtype", "bf16")
     assert result.code == 0, result.stderr
+    assert run("verify", tmp_path / "out").code == 0
     dataset = kvformat.open(tmp_path / "out")
     same = kvformat.extract.run(
         model=model,
@@ -65,8 +68,14 @@ def test_extract_publishes_what_the_function_would(run, arguments, model, docume
     assert lines[0] == "reading documents"
     assert lines[1] == "loading the model"
     assert lines[2].startswith(f"extracting {dataset.num_tokens:,} tokens: ")
-    assert lines[3:] == ["publishing"]
-    assert run("verify", tmp_path / "out").code == 0
+    assert lines[3] == "publishing"
+    headers = header_nbytes(dataset)
+    shards = dataset.manifest.totals.shards
+    assert lines[4].startswith(f"warning: the headers of {shards} shards take {size_text(headers)}, more than their ")
+    assert lines[4].endswith(f"data ({size_text(dataset.nbytes - headers)}): choose a larger --shard-size")
+    shutil.rmtree(tmp_path / "out")
+    estimated = run("estimate", *arguments, "--layers", "0,2", "--dtype", "bf16")
+    assert (estimated.code, estimated.stderr.splitlines()) == (0, lines[4:])
 
 
 def test_a_finished_dataset_stays_and_is_fine(run, arguments, tmp_path: Path, snapshot) -> None:
@@ -76,7 +85,13 @@ def test_a_finished_dataset_stays_and_is_fine(run, arguments, tmp_path: Path, sn
     before = snapshot(tmp_path / "out")
     again = run("extract", *arguments, "--json")
     assert (again.code, again.json["already_finished"], again.json["id"]) == (0, True, first.json["id"])
-    assert run("extract", *arguments).stdout.startswith("already finished, with equal plan and context: ")
+    larger = run("extract", *arguments[:-1], "1GiB").stdout.splitlines()
+    assert larger[0] == f"already finished, with equal plan and context: {tmp_path / 'out'}"
+    largest = max(path.stat().st_size for path in (tmp_path / "out" / "shards").rglob("*") if path.is_file())
+    estimated = run("estimate", *arguments, "--json")
+    assert (estimated.json["finished"], estimated.json["needed_nbytes"]) == (True, 0)
+    assert estimated.stderr == ("a dataset of these documents is here already: extraction only compares its context\n")
+    assert larger[3].startswith(f"    its shards are of up to {size_text(largest)}; shard size, batch size, device ")
     other = run("extract", *arguments, "--layers", "0", "--json")
     assert (other.code, other.json["error"]["code"]) == (3, "E118")
     assert snapshot(tmp_path / "out") == before
@@ -133,6 +148,19 @@ def test_an_interrupted_extraction_resumes(run, monkeypatch, model: Path, tmp_pa
     assert run("verify", out).code == 0
 
 
+def test_interrupted_before_a_shard_is_finished_nothing_is_said_to_be_kept(run, monkeypatch, arguments) -> None:
+    def interrupt(*_args: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("phase", "advance"):  # before anything is staged, and after the first record
+        with monkeypatch.context() as patched:
+            patched.setattr(Watch, name, interrupt)
+            stopped = run("extract", *arguments)
+        assert stopped.code == 130
+        told = stopped.stderr.splitlines()[-1]
+        assert told == "interrupted: no shard was finished, the same command begins anew"
+
+
 def test_a_signal_stops_an_extraction(run, model: Path, tmp_path: Path) -> None:
     documents = write_documents(tmp_path / "many.jsonl", [{"id": str(n), "text": f"text {n}"} for n in range(500)])
     out = tmp_path / "out"
@@ -154,7 +182,12 @@ def test_a_signal_stops_an_extraction(run, model: Path, tmp_path: Path) -> None:
         extracting.send_signal(signal.SIGINT)
         printed, complained = extracting.communicate(timeout=120)
     assert extracting.returncode == 130
-    assert complained == "interrupted: finished shards are kept, the same command resumes after them\n"
+    kept = any(work["shards"] for work in run("status", out, "--json").json.get("staging", ()))
+    assert complained == (
+        "interrupted: finished shards are kept, the same command resumes after them\n"
+        if kept
+        else "interrupted: no shard was finished, the same command begins anew\n"
+    )
     assert json.loads(printed)["error"]["code"] == "interrupted"
     assert run("verify", out).code == 3  # nothing is published
 
@@ -254,9 +287,24 @@ def test_the_estimate_is_what_is_written(run, arguments, tmp_path: Path) -> None
     assert (found["documents"], found["records"], found["tokens"]) == (totals.names, totals.records, totals.tokens)
     assert (found["nbytes"], found["shards"], found["fits"]) == (totals.nbytes, totals.shards, True)
     shown = " ".join(run("estimate", *arguments).stdout.split())
-    for wanted in (f"tokens {totals.tokens:,}, ", f"shards {totals.shards:,}, ", "documents 5, 4 of them different"):
+    headers = header_nbytes(dataset)
+    assert found["header_nbytes"] == headers
+    for wanted in (
+        f"tokens {totals.tokens:,}, ",
+        f"shards {totals.shards:,}, ",
+        "documents 5, 4 of them different",
+        f"headers {size_text(headers)} of that",
+        f"a token {size_text(round((totals.nbytes - headers) / totals.tokens))}, padding included, headers not",
+        "index at most 1.05 MB, with room to spare",
+    ):
         assert wanted in shown
     assert "components.k.layers 0-2" in shown
+
+
+def test_headers_are_warned_of_where_larger_shards_would_save_them() -> None:
+    assert header_warning(shards=1, headers=90, nbytes=100) is None
+    assert header_warning(shards=2, headers=50, nbytes=100) is None
+    assert header_warning(shards=2, headers=51, nbytes=100) is not None
 
 
 def test_short_of_space(run, monkeypatch, arguments, tmp_path: Path) -> None:

@@ -7,8 +7,16 @@ import pytest
 
 import kvformat
 from kvformat.cli.lengths import Bin, bars, lengths_of
+from kvformat.cli.output import size_text
 from kvformat.spec.context import Canary, Text
 from tests.cli.datasets import LENGTHS, SECRET, write
+
+
+def header_bytes(root: Path) -> int:
+    """Length fields and headers of all shards, as they stand in the files."""
+    return sum(
+        8 + int.from_bytes(path.read_bytes()[:8], "little") for path in (root / "shards").rglob("*.safetensors")
+    )
 
 
 def test_what_a_dataset_is(run, published: Path) -> None:
@@ -21,6 +29,8 @@ def test_what_a_dataset_is(run, published: Path) -> None:
         "model llama, 2 layers, 1 K/V heads of 2, head_dim 4, computed in F32",
         "records 4 with 4 names",
         f"tokens {sum(LENGTHS):,}",
+        f"headers {size_text(header_bytes(published))} of the shards",
+        f"a token {size_text(round((dataset.nbytes - header_bytes(published)) / sum(LENGTHS)))}, padding included, ",
         "k key attention 2: 0-1 tokens, heads 1, head_dim 4 F32",
         "token_ids extra tokens I32",
         "median 5",
@@ -41,6 +51,7 @@ def test_the_same_as_json(run, published: Path) -> None:
     dataset = kvformat.open(published)
     assert (found["ok"], found["id"], found["records"], found["tokens"]) == (True, dataset.id, 4, sum(LENGTHS))
     assert found["nbytes"] == sum(path.stat().st_size for path in (published / "shards").rglob("*.safetensors"))
+    assert found["header_nbytes"] == header_bytes(published)
     aside = [*(published / "index").iterdir(), *(published / "files").iterdir()]
     assert found["index_nbytes"] == sum(path.stat().st_size for path in aside)
     lengths = found["token_lengths"]

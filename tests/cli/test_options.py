@@ -63,13 +63,13 @@ def test_no_sizes(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype"), [("BF16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16"), ("float32", "F32"), (None, None)]
+    ("text", "dtype"), [("BF16", "BF16"), ("bf16", "BF16"), ("f16", "F16"), ("F32", "F32"), (None, None)]
 )
 def test_dtypes(text: str | None, dtype: str | None) -> None:
     assert parse_dtype(text, "--dtype") == dtype
 
 
-@pytest.mark.parametrize("text", ["", "int8", "F8_E4M3", "bf"])
+@pytest.mark.parametrize("text", ["", "int8", "F8_E4M3", "bf", "fp16", "bfloat16", "float32"])
 def test_no_dtypes(text: str) -> None:
     with pytest.raises(UsageError, match="E081"):
         parse_dtype(text, "--dtype")

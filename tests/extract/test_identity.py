@@ -271,8 +271,15 @@ def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(InputError, match="no model configuration") as caught:
+    (tmp_path / "file").write_text("{}")
+    for path, text in (
+        (tmp_path, "no model configuration"),
+        (tmp_path / "absent", "no such directory: give a model directory or a hub id"),
+        ("./absent", "no such directory"),
+        ("~/absent", "no such directory"),
+        (tmp_path / "file", "a file stands there"),
+    ):
+        with pytest.raises(InputError, match=text) as caught:
             HuggingFaceExtractor.load(path)
         assert (caught.value.code, caught.value.path) == ("E304", str(path))
 

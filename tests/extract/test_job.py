@@ -143,9 +143,10 @@ def test_another_plan_is_refused(change: str, model: Path, documents: Path, tmp_
     run(model=model, documents=documents, out=tmp_path / "ds")
     edit, text = CHANGES[change]
     rewritten(documents, edit)
-    with pytest.raises(IdentityError, match=text) as refused:
-        run(model=model, documents=documents, out=tmp_path / "ds")
-    assert refused.value.code == "E118"
+    for function in (run, estimate):
+        with pytest.raises(IdentityError, match=text) as refused:
+            function(model=model, documents=documents, out=tmp_path / "ds")  # type: ignore[operator]
+        assert refused.value.code == "E118"
 
 
 @pytest.mark.parametrize(
@@ -200,6 +201,41 @@ def test_an_interrupted_run_resumes_at_the_last_finished_shard(
     assert kvformat.verify(tmp_path / "ds").ok
     phase, tokens, nbytes = next(entry for entry in watcher.phases if entry[0] == "extract")
     assert (phase, tokens, nbytes) == ("extract", sum(e.tokens for e in watcher.events), watcher.nbytes)
+
+
+def test_a_directory_is_one_model_however_it_is_spelt(
+    model: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"documents": documents, "out": tmp_path / "ds", "shard_nbytes": SHARD}
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    staged = interrupt(options | {"model": model}, after=7)
+    assert staged > 0
+    monkeypatch.chdir(model.parent)
+    for spelt in (model.name, f"./{model.name}/", link):
+        assert estimate(**options, model=spelt).staged_nbytes == staged
+    watcher = Watcher()
+    assert len(run(**options, model=model.name, progress=watcher)) == 11
+    assert not all(event.computed for event in watcher.events)
+
+
+def test_a_target_is_looked_at_first(
+    model: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        for function in (run, estimate):
+            with pytest.raises(StorageError, match="a file stands where a directory is needed") as refused:
+                function(model=tmp_path / "no model", documents=tmp_path / "no file", out=out)  # type: ignore[operator]
+            assert (refused.value.code, refused.value.path) == ("E207", str(tmp_path / "file"))
+    with monkeypatch.context() as patched:
+        patched.setattr("os.access", lambda path, _mode: Path(path) != tmp_path)  # for root, every directory is open
+        with pytest.raises(StorageError, match="may not be written to") as refused:
+            estimate(model=model, documents=documents, out=tmp_path / "ds")
+        assert (refused.value.code, refused.value.path) == ("E207", str(tmp_path))
+    run(model=model, documents=documents, out=tmp_path / "ds")
+    with pytest.raises(IdentityError, match="its schema is another one"):
+        estimate(model=model, documents=tmp_path / "no file", out=tmp_path / "ds", layers=[0])
 
 
 def test_an_extractor_is_not_asked_for_what_is_staged(tmp_path: Path) -> None:
@@ -399,7 +435,7 @@ def test_non_finite_values_are_refused_unless_allowed(tmp_path: Path) -> None:
 def test_an_estimate_is_exact_and_needs_no_weights(model: Path, documents: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
-    options: dict[str, Any] = {"documents": documents, "shard_nbytes": SHARD, "layers": [0, 2], "dtype": "BF16"}
+    options: dict[str, Any] = {"documents": documents, "shard_nbytes": SHARD, "layers": [0, 2], "dtype": "bf16"}
     found = estimate(model=bare, out=tmp_path / "ds", **options)
     dataset = run(model=model, out=tmp_path / "ds", **options)
     assert (found.documents, found.records) == (13, len(dataset))
@@ -507,6 +543,7 @@ def test_estimates_say_whether_it_fits() -> None:
         "longest": 1,
         "nbytes": 100,
         "shards": 1,
+        "header_nbytes": 50,
         "index_nbytes": 10,
         "family": "llama",
         "compute_dtype": "BF16",
@@ -546,7 +583,11 @@ def test_both_functions_and_the_options_have_the_same_names_and_defaults() -> No
         ({"id": "a", "text": "x"}, {"shard_nbytes": 0}, "E081"),
         ({"id": "a", "text": "x"}, {"shard_nbytes": 1 << 48}, "E081"),
         ({"id": "a", "text": "x"}, {"context": "unkown"}, "E081"),
+        ({"id": "a", "text": "x"}, {"context": None}, "E081"),
         ({"id": "a", "text": "x"}, {"layers": [3]}, "E081"),
+        ({"id": "a", "text": "x"}, {"layers": "0-2"}, "E081"),
+        ({"id": "a", "text": "x"}, {"layers": 2}, "E081"),
+        ({"id": "a", "text": "x"}, {"device": "foo"}, "E081"),
         ({"id": "a", "text": "x"}, {"truncate": 257}, "E081"),
     ],
 )
@@ -618,10 +659,24 @@ def test_truncation_on_request(model: Path, tmp_path: Path) -> None:
 
 
 def test_an_unknown_context_is_published_as_such(model: Path, documents: Path, tmp_path: Path) -> None:
-    dataset = run(model=model, documents=documents, out=tmp_path / "ds", context="unknown")
+    dataset = run(model=model, documents=documents, out=tmp_path / "ds", context=Context.unknown())
     assert dataset.context.kind == "unknown"
     assert dataset[0].fingerprint is None
     assert dataset.manifest.files == ()
+
+
+def test_documents_are_given_as_the_path_of_a_file(model: Path, tmp_path: Path) -> None:
+    for function in (run, estimate):
+        with pytest.raises(KVFormatError, match="documents must be the path of a JSON Lines file") as refused:
+            function(model=model, documents=[{"id": "a", "text": "x"}], out=tmp_path / "ds")  # type: ignore[operator]
+        assert refused.value.code == "E081"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_an_absent_device_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(KVFormatError, match="device 'cuda:0' is not available here, only cpu") as refused:
+        run(model=tmp_path / "no model", documents=tmp_path / "no file", out=tmp_path / "ds", device="cuda:0")
+    assert refused.value.code == "E081"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ BAD: list[tuple[str | bytes, str]] = [
     ('{"id": "x", "text": "y"} {}', "not JSON"),
     ('{"id": "x", "text": NaN}', "NaN"),
     (b'{"id": "x", "text": "\xff"}', "not UTF-8 at byte"),
-    (b'\xef\xbb\xbf{"id": "x", "text": "y"}', "not JSON"),
+    (b'\xef\xbb\xbf{"id": "x", "text": "y"}', "not JSON at column 1"),
+    ('{"id": "x" "text": "y"}', r"^\[E300\] line 2: not JSON at column 12: Expecting ',' delimiter \("),
     ("[1]", "expected a JSON object, found array"),
     ("null", "found null"),
     ("[" * 100_000, "nested too deeply"),
@@ -87,6 +88,12 @@ def test_a_bad_line_is_refused_with_file_number_and_reason(line: str | bytes, te
         next(documents)
     assert (refused.value.code, refused.value.path) == ("E300", str(path))
     assert "line 2" in refused.value.message
+
+
+def test_a_byte_order_mark_before_everything_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"id": "x", "text": "y"}\n{"id": "z", "text": "y"}\n')
+    assert [source.id for source in read_documents(path)] == ["x", "z"]
 
 
 def test_all_bad_lines_are_told_at_once(tmp_path: Path) -> None:

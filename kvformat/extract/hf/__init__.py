@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from kvformat.extract.hf.describe import Description, describe
 from kvformat.extract.hf.extractor import HuggingFaceExtractor
+from kvformat.extract.hf.options import check_device
 
-__all__ = ["Description", "HuggingFaceExtractor", "describe"]
+__all__ = ["Description", "HuggingFaceExtractor", "check_device", "describe"]

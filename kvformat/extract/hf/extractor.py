@@ -21,9 +21,9 @@ from kvformat.extract.hf.loading import (
     refuse_adapters,
     watchable_attention,
 )
-from kvformat.extract.hf.options import check_dtype, latent_widths, max_positions, wanted_layers
+from kvformat.extract.hf.options import check_device, check_dtype, latent_widths, max_positions, wanted_layers
 from kvformat.extract.identity import check_history, derive_context, inv_freq_file
-from kvformat.extract.options import ContextKind
+from kvformat.extract.options import ContextKind, context_kind
 from kvformat.extract.probe import probe, reachable_state
 from kvformat.extract.shapes import cached_schema, slots
 from kvformat.extract.weights import reaching_tensors, state_digest, weights_digest, weights_file
@@ -58,7 +58,7 @@ class HuggingFaceExtractor:
         layers: Sequence[int] | None,
         dtype: str | None,
         text: Text | None,
-        context: ContextKind,
+        context: ContextKind | Context,
         provenance: Mapping[str, str],
     ) -> None:
         if decoder.training:
@@ -82,7 +82,7 @@ class HuggingFaceExtractor:
         self._schema = cached_schema(probed.forms, dtype=storage)
         self._files: dict[str, bytes] = {}
         self._context = Context.unknown()
-        if context == "derive":
+        if context_kind(context) == "derive":
             tensors = reaching_tensors(
                 reachable_state(decoder), stack=stack_name, last=self._last, reached=probed.reached
             )
@@ -115,7 +115,7 @@ class HuggingFaceExtractor:
         attn_implementation: str | None = None,
         layers: Sequence[int] | None = None,
         text: Text | None = None,
-        context: ContextKind = "derive",
+        context: ContextKind | Context = "derive",
     ) -> Self:
         """Load a model and make an extractor of it.
 
@@ -138,7 +138,8 @@ class HuggingFaceExtractor:
         text
             Recorded with the dataset.
         context
-            ``unknown`` skips deriving what determines the values, for a family no context is known of.
+            ``unknown``, or ``Context.unknown()``, skips deriving what determines the values, for a family no context
+            is known of.
 
         Raises
         ------
@@ -149,6 +150,8 @@ class HuggingFaceExtractor:
         """
         if dtype is not None:
             check_dtype(dtype, "storage")
+        context = context_kind(context)
+        where = check_device(device)
         commit = commit_of(model, revision)
         decoder = load_decoder(
             model, revision=commit or revision, compute_dtype=compute_dtype, attn_implementation=attn_implementation
@@ -159,9 +162,9 @@ class HuggingFaceExtractor:
             dtype=dtype,
             text=text,
             context=context,
-            provenance=provenance_of(decoder, model, torch.device(device), commit=commit),
+            provenance=provenance_of(decoder, model, where, commit=commit),
         )
-        extractor._move(device)
+        extractor._move(where)
         return extractor
 
     @classmethod
@@ -172,7 +175,7 @@ class HuggingFaceExtractor:
         dtype: str | None = None,
         layers: Sequence[int] | None = None,
         text: Text | None = None,
-        context: ContextKind = "derive",
+        context: ContextKind | Context = "derive",
     ) -> Self:
         """Make an extractor of a model that is loaded already; the model is used where it is and never changed.
 
@@ -305,7 +308,7 @@ class HuggingFaceExtractor:
         }
         return hashlib.sha256(canonical.encode(determining)).hexdigest()
 
-    def _move(self, device: str | torch.device) -> None:
+    def _move(self, device: torch.device) -> None:
         """Drop the layers above the last wanted one, then move the rest: they never reach the device."""
         _, stack = decoder_stack(self._decoder, int(self._decoder.config.num_hidden_layers))
         del stack[self._last + 1 :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ def load_config(model: str | Path, *, revision: str | None = None) -> Any:
         E081 for a revision of a directory.
     """
     directory = Path(model)
+    if not directory.is_dir() and (str(model).startswith((".", "~", os.sep)) or directory.exists()):
+        what = "a file stands there, not a directory" if directory.exists() else "no such directory"
+        raise make_error("E304", f"{what}: give a model directory or a hub id", path=model)
     if directory.is_dir():
         if revision is not None:
             raise make_error("E081", f"{model} is a directory, which has no revision {revision!r}", path=model)

@@ -3,25 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
+
 from kvformat.errors import make_error
+from kvformat.extract.options import layer_numbers
 from kvformat.spec.context import ComputeDtype
 from kvformat.tensors import torch_dtype
 
-__all__ = ["DTYPES", "check_dtype", "configured_dtype", "latent_widths", "max_positions", "wanted_layers"]
+__all__ = [
+    "DTYPES",
+    "check_device",
+    "check_dtype",
+    "configured_dtype",
+    "latent_widths",
+    "max_positions",
+    "wanted_layers",
+]
 
 DTYPES: tuple[ComputeDtype, ...] = ("BF16", "F16", "F32")
+_DEVICES = ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xpu")
+_SHOWN = 8  # layers a message lists
 
 
 def wanted_layers(layers: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
     """Wanted layers, ascending; all of them for None. E081 for one the model has not, or one given twice."""
-    if layers is None:
+    given = layer_numbers(layers)
+    if given is None:
         return tuple(range(num_layers))
-    wanted = tuple(sorted(layers))
-    if not wanted or len(set(wanted)) != len(wanted) or not 0 <= wanted[0] <= wanted[-1] < num_layers:
-        raise make_error("E081", f"layers must be distinct and of 0 to {num_layers - 1}, found {list(layers)}")
+    wanted = tuple(sorted(given))
+    has = f"the model has layers 0 to {num_layers - 1}"
+    if not wanted:
+        raise make_error("E081", f"no layer is asked for; {has}")
+    absent = [layer for layer in wanted if not 0 <= layer < num_layers]
+    if absent:
+        raise make_error("E081", f"{has}; those asked for beside them: {_brief(absent)}")
+    twice = [layer for layer, following in pairwise(wanted) if layer == following]
+    if twice:
+        raise make_error("E081", f"each layer may be given once, found twice: {_brief(twice)}")
     return wanted
+
+
+def check_device(device: str | torch.device) -> torch.device:
+    """The device, where this machine and this build of torch have it; E081 elsewhere."""
+    available = [name for name in _DEVICES if _is_available(name)]
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in available:
+        raise make_error("E081", f"device {str(device)!r} is not available here, only {' and '.join(available)}")
+    count = 1 if found.type == "cpu" else getattr(torch, found.type).device_count()
+    if (found.index or 0) >= count:
+        raise make_error("E081", f"device {str(device)!r} is not there: {found.type} has {count}, counted from 0")
+    return found
 
 
 def latent_widths(config: Any) -> tuple[int, int] | None:
@@ -31,10 +68,11 @@ def latent_widths(config: Any) -> tuple[int, int] | None:
 
 
 def check_dtype(name: str, what: str) -> str:
-    """E081 unless a dtype is BF16, F16 or F32."""
-    if name not in DTYPES:
+    """BF16, F16 or F32, in upper or lower case, as the format writes it; E081 for anything else."""
+    found = str(name).upper()
+    if found not in DTYPES:
         raise make_error("E081", f"{what} dtype must be one of {', '.join(DTYPES)}, found {name!r}")
-    return name
+    return found
 
 
 def configured_dtype(config: Any) -> str:
@@ -56,3 +94,15 @@ def max_positions(config: Any) -> int | None:
     """Positions a model has, by its configuration."""
     value = getattr(config, "max_position_embeddings", None)
     return int(value) if isinstance(value, int) and value > 0 else None
+
+
+def _is_available(device: str) -> bool:
+    module = torch.backends.mps if device == "mps" else getattr(torch, device, None)
+    return module is not None and bool(module.is_available())
+
+
+def _brief(layers: Sequence[int]) -> str:
+    """Ascending layers: each of a few, of many their number and ends."""
+    if len(layers) <= _SHOWN:
+        return ", ".join(map(str, layers))
+    return f"{len(layers):,} of {layers[0]} to {layers[-1]}"
