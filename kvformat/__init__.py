@@ -28,7 +28,7 @@ from kvformat.errors import (
 if TYPE_CHECKING:
     from kvformat import extract
     from kvformat.read.dataset import Dataset
-    from kvformat.read.dataset import open_dataset as open
+    from kvformat.read.opening import open_dataset as open
     from kvformat.read.record import Record
     from kvformat.read.verify import Finding, Report, verify
     from kvformat.spec.context import Context, Text
@@ -96,7 +96,7 @@ _LAZY = {
     "Writer": "kvformat.write.writer",
     "create": "kvformat.write.create",
     "document_digest": "kvformat.spec.document",
-    "open": "kvformat.read.dataset",
+    "open": "kvformat.read.opening",
     "verify": "kvformat.read.verify",
 }
 _OTHER_NAME = {"open": "open_dataset"}

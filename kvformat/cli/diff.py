@@ -29,7 +29,7 @@ def diff(
     with 1 where anything that counts differs.
     """
     from kvformat.cli.compare import compare
-    from kvformat.read.dataset import open_dataset
+    from kvformat.read.opening import open_dataset
 
     left, right = open_dataset(a), open_dataset(b)
     found = compare(left, right)

@@ -47,7 +47,7 @@ def inspect(
         raise make_error("E081", "give --record or --number, not both")
     if values and record is None and number is None:
         raise make_error("E081", "--values shows one record: give --record NAME or --number N")
-    from kvformat.read.dataset import open_dataset
+    from kvformat.read.opening import open_dataset
 
     dataset = open_dataset(path)
     key = record if number is None else number

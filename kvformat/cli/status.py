@@ -91,7 +91,7 @@ def status(
 
 def _published(root: Path) -> tuple[_Published | None, set[str], KVFormatError | None]:
     """What is published, the files it names, and what keeps it from being read."""
-    from kvformat.read.dataset import open_dataset
+    from kvformat.read.opening import open_dataset
     from kvformat.spec.manifest import parse_root
     from kvformat.spec.paths import ROOT, covered_path, manifest_path, part_path
     from kvformat.spec.tables import TABLES

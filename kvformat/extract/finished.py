@@ -10,7 +10,8 @@ from kvformat.errors import make_error
 from kvformat.extract.options import ContextKind
 from kvformat.extract.plan import Plan
 from kvformat.interfaces import Extractor
-from kvformat.read.dataset import Dataset, open_dataset
+from kvformat.read.dataset import Dataset
+from kvformat.read.opening import open_dataset
 from kvformat.spec.context import differences
 from kvformat.spec.paths import ROOT
 from kvformat.spec.schema import Schema

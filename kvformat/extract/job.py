@@ -16,7 +16,8 @@ from kvformat.extract.prepare import known_of, prepare, size_of
 from kvformat.extract.size import Estimate, require_space
 from kvformat.extract.staged import staged_nbytes
 from kvformat.extract.tag import Identified, Tag, model_name, staging_tag
-from kvformat.read.dataset import Dataset, open_dataset
+from kvformat.read.dataset import Dataset
+from kvformat.read.opening import open_dataset
 from kvformat.spec.context import Context
 from kvformat.spec.digests import context_digest
 from kvformat.spec.layout import Layout

@@ -15,8 +15,9 @@ from kvformat.errors import KVFormatError, make_error
 from kvformat.read import check_index
 from kvformat.read.check_covered import check_covered
 from kvformat.read.check_shard import check_header, check_record, check_sha256
-from kvformat.read.dataset import Dataset, load_manifest
+from kvformat.read.dataset import Dataset
 from kvformat.read.index import ShardRow
+from kvformat.read.opening import load_manifest
 from kvformat.spec import canonical, limits, tables
 from kvformat.spec.manifest import Manifest
 from kvformat.spec.paths import ROOT, STAGING, covered_path, manifest_path, part_path

@@ -11,7 +11,8 @@ import torch
 import kvformat
 from kvformat.codes import CODES
 from kvformat.errors import KVFormatError
-from kvformat.read.dataset import Dataset, load_manifest
+from kvformat.read.dataset import Dataset
+from kvformat.read.opening import load_manifest
 from kvformat.testing.dataset_files import DatasetFiles
 from kvformat.testing.vectors import VALID
 from tests.read.memory import MemoryReader

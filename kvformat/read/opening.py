@@ -1,0 +1,94 @@
+"""``kvformat.open``: root and manifest are read and proved, everything else when it is touched."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+
+from kvformat.errors import KVFormatError, KVFormatWarning, make_error
+from kvformat.read.dataset import IO, LEVELS, Dataset, Verify
+from kvformat.read.missing import not_published
+from kvformat.spec import limits
+from kvformat.spec.layout import Layout
+from kvformat.spec.manifest import Manifest, parse_manifest, parse_root
+from kvformat.spec.paths import ROOT, manifest_path
+from kvformat.storage.local_read import LocalReader
+from kvformat.storage.location import local_path
+from kvformat.storage.mounts import prefers_pread
+
+__all__ = ["load_manifest", "open_dataset"]
+
+
+def open_dataset(
+    location: str | os.PathLike[str],
+    *,
+    expected_id: str | None = None,
+    verify: Verify = "first",
+    io: IO = "auto",
+    max_open_files: int = 128,
+) -> Dataset:
+    """Open a published dataset.
+
+    Parameters
+    ----------
+    location
+        Local directory or ``file://`` URL.
+    expected_id
+        Dataset id to insist on: pin it in what trains on the dataset.
+    verify
+        ``first``: every index part and slab is verified when this process first touches it. ``always``: at every
+        access. ``off``: never; said explicitly by those who verified otherwise.
+    io
+        ``mmap`` files, read them by ``pread``, or ``auto``: pread on network and FUSE mounts and where mapping fails,
+        else mmap. A file that is cut short while it is mapped ends the process with SIGBUS; by ``pread`` that is E005.
+        So replace or remove the files of a dataset that is open; do not write to them.
+    max_open_files
+        Shards held open; tensors that are alive keep theirs mapped beyond that.
+
+    Raises
+    ------
+    DatasetNotFoundError
+        E001.
+    UnsupportedError
+        E012, E013.
+    FormatError, DamageError
+        E002 to E059.
+    IdentityError
+        E007 where the id is not ``expected_id``.
+    """
+    if verify not in LEVELS:
+        raise make_error("E081", f"verify must be one of {', '.join(LEVELS)}, found {verify!r}")
+    if io not in ("auto", "mmap", "pread"):
+        raise make_error("E081", f"io must be auto, mmap or pread, found {io!r}")
+    root = local_path(location)
+    use_mmap = io == "mmap" or (io == "auto" and not prefers_pread(root))
+    reader = LocalReader(root, use_mmap=use_mmap, or_read=io == "auto")
+    identity, manifest, layout = load_manifest(reader, expected_id=expected_id)
+    minor = int(manifest.version.partition(".")[2])
+    if minor > limits.MINOR:
+        message = f"written by version {manifest.version}, this reader knows {limits.VERSION}"
+        warnings.warn(KVFormatWarning(message, code="W003", path=str(root)), stacklevel=2)
+    options = {"verify": verify, "io": io, "max_open_files": max_open_files}
+    return Dataset(reader, location=str(root), dataset_id=identity, manifest=manifest, layout=layout, options=options)
+
+
+def load_manifest(reader: LocalReader, *, expected_id: str | None = None) -> tuple[str, Manifest, Layout]:
+    """Dataset id, manifest and layout of the dataset under a reader; errors as for :func:`open_dataset`."""
+    path = reader.path(ROOT)
+    try:
+        data = reader.read(ROOT, max_nbytes=limits.MAX_ROOT_NBYTES)
+    except KVFormatError as error:
+        if error.code != "E002":
+            raise
+        raise not_published(reader.root) from None
+    identity = hashlib.sha256(data).hexdigest()
+    if expected_id is not None and identity != expected_id.lower():
+        raise make_error("E007", f"the dataset id is {identity}, expected {expected_id}", path=path)
+    root = parse_root(data, path=path)
+    name = manifest_path(root.manifest.sha256)
+    manifest_bytes = reader.read(name, nbytes=root.manifest.size)
+    if hashlib.sha256(manifest_bytes).hexdigest() != root.manifest.sha256:
+        raise make_error("E006", "the manifest's SHA-256 is not the root's: restore the file", path=reader.path(name))
+    manifest, layout = parse_manifest(manifest_bytes, root, path=reader.path(name))
+    return identity, manifest, layout
