@@ -123,11 +123,14 @@ def stored_bytes(value: Any, *, dtype: str, shape: tuple[int, ...], what: str, r
         return _numpy_bytes(value, dtype, shape, what, record)
     import torch
 
-    if type(value) is torch.Tensor and value.layout is torch.strided and _is_plain(value, torch_dtype(dtype), shape):
+    dense = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
+    if dense and type(value) is torch.Tensor and _is_plain(value, torch_dtype(dtype), shape):
         plain: NDArray[np.uint8] = value.view(torch.uint8).numpy()
         return plain.reshape(-1)
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
-        found_kind = f"{value.layout} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+    if not dense or value.is_meta:
+        found_kind = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            found_kind = f"{'nested' if value.is_nested else value.layout} on {value.device}"
         raise make_error("E081", f"{what}: expected a dense tensor, found {found_kind}", record=record)
     _check(tuple(value.shape), str(value.dtype).removeprefix("torch."), _NAMES[dtype], dtype, shape, what, record)
     flat = value.detach().to("cpu").contiguous().reshape(-1)
@@ -170,14 +173,22 @@ def _is_plain(value: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -
         value.dtype is dtype
         and value.shape == shape
         and value.is_cpu
-        and value.numel() > 1  # one element with an odd stride counts as contiguous
         and value.is_contiguous()
+        and value.stride(-1) == 1  # an axis of one entry may have any stride, and bytes cannot be viewed then
         and not (value.requires_grad or value.is_neg() or value.is_conj())
     )
 
 
 def _numpy_bytes(value: NDArray[Any], dtype: str, shape: tuple[int, ...], what: str, record: str) -> NDArray[np.uint8]:
-    if type(value) is np.ndarray and value.dtype == _LITTLE.get(dtype) and value.shape == shape and value.flags.carray:
+    # None would compare equal to float64.
+    little_dtype = _LITTLE.get(dtype)
+    if (
+        type(value) is np.ndarray
+        and little_dtype is not None
+        and value.dtype == little_dtype
+        and value.shape == shape
+        and value.flags.carray
+    ):
         return value.reshape(-1).view(np.uint8)
     _check(value.shape, value.dtype.name, _NAMES[dtype], dtype, shape, what, record)
     little = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))

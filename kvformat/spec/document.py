@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 from msgspec import Struct
@@ -111,6 +111,8 @@ class Document(Struct, frozen=True, kw_only=True):
         num_tokens = int(ids.size)
         if mask not in MASKS:
             raise make_error("E110", f"mask must be one of {', '.join(MASKS)}, found {mask!r}")
+        if not isinstance(prefix_length, SupportsIndex):
+            raise make_error("E110", f"prefix_length must be an integer, found {prefix_length!r:.80}")
         if (mask == "prefix") != (prefix_length != 0) or not 0 <= prefix_length < num_tokens:
             raise make_error(
                 "E110",
@@ -181,7 +183,10 @@ def unpack_media(entries: NDArray[np.uint8]) -> tuple[Media, ...]:
 
 
 def _integers(values: Any, what: str) -> NDArray[Any]:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # rows of several lengths, or a tensor of a device
+        raise make_error("E110", f"{what} must be integers that NumPy can take: {error}") from error
     if array.size == 0 and not isinstance(values, np.ndarray):
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
@@ -204,11 +209,25 @@ def _normal_positions(positions: ArrayLike | None, num_tokens: int) -> NDArray[n
     return np.ascontiguousarray(rows, dtype="<i4")
 
 
+def _is_media(entry: object) -> bool:
+    """Whether the struct has values of the types it declares, which it does not check when it is made."""
+    if not isinstance(entry, Media):
+        return False
+    values: tuple[tuple[object, type], ...] = (
+        (entry.first, SupportsIndex),
+        (entry.count, SupportsIndex),
+        (entry.digest, bytes),
+    )
+    return all(isinstance(value, kind) for value, kind in values)
+
+
 def _checked_media(media: Sequence[Media], num_tokens: int) -> tuple[Media, ...]:
     if len(media) > 2**32 - 1:
         raise make_error("E110", "too many media")
     previous = 0
     for entry in media:
+        if not _is_media(entry):
+            raise make_error("E110", f"media must be Media of integers and a digest in bytes, found {entry!r:.200}")
         if entry.scheme not in MEDIA_SCHEMES or len(entry.digest) != 32:
             raise make_error("E110", f"media need a scheme of {', '.join(MEDIA_SCHEMES)} and a digest of 32 bytes")
         if entry.first < previous or entry.count < 0 or entry.first + entry.count > num_tokens:

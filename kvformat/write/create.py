@@ -86,6 +86,15 @@ def create(
     ):
         if not isinstance(value, wanted):
             raise make_error("E081", f"{what} must be a {wanted.__name__}, found {value!r:.80}: {how}")
+    for what, mapping in (("provenance", provenance), ("files", files), ("extensions", extensions)):
+        if mapping is not None and not isinstance(mapping, Mapping):
+            raise make_error("E081", f"{what} must be a mapping, found {mapping!r:.80}")
+    for label, data in (files or {}).items():
+        if not _is_file(label, data):
+            message = f"files must be bytes by label, found {type(data).__name__} as {label!r:.80}: pass bytes(...)"
+            raise make_error("E081", message)
+    if not _are_names(allow_non_finite):
+        raise make_error("E081", f"allow_non_finite must be a collection of names, found {allow_non_finite!r:.80}")
     if not _whole(shard_nbytes, limits.MAX_FILE_NBYTES):
         raise make_error("E081", f"shard_nbytes must be an integer of 1 to 2^48-1, found {shard_nbytes}")
     if not _whole(shard_slots, limits.MAX_SHARD_SLOTS):
@@ -109,6 +118,16 @@ def create(
         allow_non_finite=allow_non_finite,
         files=filesystem or LocalFiles(),
     )
+
+
+def _is_file(label: object, data: object) -> bool:
+    """Other buffers are refused: they may change before they are published, and have items of several bytes."""
+    return isinstance(label, str) and isinstance(data, bytes)
+
+
+def _are_names(value: object) -> bool:
+    """A single string is refused: its letters would count as names."""
+    return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(one, str) for one in value)
 
 
 def _whole(value: object, most: int) -> bool:

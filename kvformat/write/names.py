@@ -59,16 +59,26 @@ class Names:
         """Note a checked name of a record."""
         self._records[name] = record
 
-    def skip(self, name: str, reason: str) -> None:
-        """Note a checked name of a document that is not stored; E081 where the reason is no Unicode text."""
-        if not _is_text(reason):
-            raise make_error("E081", f"a skipped document needs a reason in Unicode, found {reason!r}", record=name)
-        self._skipped.append(Skipped(input=self.num_inputs, name=name, reason=reason))
-        self._records[name] = _SKIPPED
+    def skipped_as(self, name: bytes, reason: object) -> Skipped:
+        """What is noted of a document that is not stored, under a name as :meth:`check` gave it.
 
+        Strings of a subclass, such as NumPy's, become plain ones: no manifest could be made of them.
 
-def _is_text(value: object) -> bool:
-    try:
-        return isinstance(value, str) and bool(value.encode())
-    except UnicodeEncodeError:
-        return False
+        Raises
+        ------
+        UsageError
+            E081 where the reason is no Unicode text.
+        """
+        text = name.decode()
+        try:
+            words = reason.encode() if isinstance(reason, str) else b""
+        except UnicodeEncodeError:
+            words = b""
+        if not words:
+            raise make_error("E081", f"a skipped document needs a reason in Unicode, found {reason!r}", record=text)
+        return Skipped(input=self.num_inputs, name=text, reason=words.decode())
+
+    def skip(self, skipped: Skipped) -> None:
+        """Note a document that is not stored."""
+        self._skipped.append(skipped)
+        self._records[skipped.name] = _SKIPPED

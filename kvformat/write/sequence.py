@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
+from kvformat.codec.shard import encode_header, sum_record
 from kvformat.errors import make_error
 from kvformat.spec.layout import Layout
+from kvformat.storage.faults import translated
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write.finisher import Finisher
 from kvformat.write.record import EncodedRecord
@@ -68,7 +72,7 @@ class ShardSequence:
     def check_staged(self, staging: Staging, receipts: Iterable[Receipt]) -> None:
         """Begin with these shards of an earlier run; their bytes are hashed again meanwhile."""
         for receipt in receipts:
-            self._finisher.submit(partial(_check, staging.shard(receipt.ordinal), receipt))
+            self._finisher.submit(partial(self._check, staging.shard(receipt.ordinal), receipt))
 
     def add_staged(self, row: StagedRow, document: bytes) -> int:
         """Add a record of a shard of the earlier run; returns its number."""
@@ -95,6 +99,17 @@ class ShardSequence:
             self._shard = None
         self._finisher.close()
 
+    def _check(self, path: Path, receipt: Receipt) -> Receipt:
+        """Look at a staged shard and its receipt again: present on disk is no reason to trust them."""
+        if hash_file(path, path).hex() != receipt.sha256:
+            raise make_error("E116", "the staged shard is damaged: run `kvformat clean` and start again", path=path)
+        with translated(path), path.open("rb") as file:
+            agrees = _agrees(file, receipt, self._layout, self._plan)
+        if not agrees:
+            message = "the receipt is not that of the staged shard: run `kvformat clean` and start again"
+            raise make_error("E116", message, path=path.with_suffix(".json"))
+        return receipt
+
     def _start(self, staging: Staging) -> ShardWriter:
         self._first.append(self._tables.num_records)
         self._shard = ShardWriter(
@@ -115,8 +130,23 @@ class ShardSequence:
             )
 
 
-def _check(path: Path, receipt: Receipt) -> Receipt:
-    """Hash a staged shard again: present on disk is no reason to trust it."""
-    if hash_file(path, path).hex() != receipt.sha256:
-        raise make_error("E116", "the staged shard is damaged: run `kvformat clean` and start again", path=path)
-    return receipt
+def _agrees(file: BinaryIO, receipt: Receipt, layout: Layout, plan: Plan) -> bool:
+    """Whether header and sums of a shard are those of the records its receipt lists."""
+    placements = [layout.place(record.dims) for record in receipt.records]
+    header = encode_header(
+        layout,
+        version=plan.version,
+        ordinal=receipt.ordinal,
+        placements=placements,
+        header_size=plan.header_size,
+    )
+    if file.read(plan.header_size) != header:
+        return False
+    start = plan.header_size
+    for record, placement in zip(receipt.records, placements, strict=True):
+        file.seek(start + placement.sums.offset)
+        sums = struct.unpack(f"<{layout.num_sums}Q", file.read(placement.sums.nbytes))
+        if sum_record(record.dims, sums)[1].hex() != record.record_sum:
+            return False
+        start += placement.nbytes
+    return True

@@ -264,8 +264,9 @@ class Writer:
     def skip(self, name: str, reason: str) -> None:
         """List a document as given and not stored, with the reason."""
         self._need_open()
-        self._names.check(name)
-        self._names.skip(name, reason)
+        skipped = self._names.skipped_as(self._names.check(name), reason)
+        with self._whole_or_failed():
+            self._names.skip(skipped)
 
     def _check_duplicate(self, name: str, record: int, record_sum: bytes) -> None:
         if self._on_duplicate == "error" and self._tables.record(record)[1] != record_sum:
@@ -282,11 +283,9 @@ class Writer:
     @contextlib.contextmanager
     def _whole_or_failed(self) -> Iterator[None]:
         """A change that is cut short, even by an interrupt, leaves tables that must not be published."""
-        try:
-            yield
-        except BaseException:
-            self._state = "failed"
-            raise
+        self._state = "failed"
+        yield
+        self._state = "open"
 
     def _take_staged(self, name: str, digest: bytes, record_sum: bytes | None) -> int:
         return self._shards.add_staged(self._replay.take(name, self._tables.num_records, digest, record_sum), digest)

@@ -150,6 +150,18 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         "media-out-of-order",
         {"token_ids": [1, 2], "media": [Media(scheme="source", first=n, count=1, digest=D) for n in (1, 0)]},
     ),
+    ("ragged", {"token_ids": [[1], [2, 3]]}),
+    ("ragged-positions", {"token_ids": [1, 2], "position_ids": [[0], [0, 1]]}),
+    ("prefix-of-a-fraction", {"token_ids": [1, 2], "mask": "prefix", "prefix_length": 1.5}),
+    ("prefix-of-a-string", {"token_ids": [1, 2], "mask": "prefix", "prefix_length": "1"}),
+    ("media-of-another-type", {"token_ids": [1], "media": ["image"]}),
+    ("media-at-a-fraction", {"token_ids": [1], "media": [Media(scheme="source", first=0.5, count=0, digest=D)]}),  # type: ignore[arg-type]
+    ("media-of-a-string", {"token_ids": [1], "media": [Media(scheme="source", first=0, count="1", digest=D)]}),  # type: ignore[arg-type]
+    (
+        "media-digest-a-string",
+        {"token_ids": [1], "media": [Media(scheme="source", first=0, count=1, digest="a" * 32)]},
+    ),  # type: ignore[arg-type]
+    ("media-without-digest", {"token_ids": [1], "media": [Media(scheme="source", first=0, count=1, digest=None)]}),  # type: ignore[arg-type]
     ("media-negative-count", {"token_ids": [1], "media": [Media(scheme="source", first=0, count=-1, digest=D)]}),
 ]
 

@@ -335,6 +335,30 @@ def test_a_damaged_receipt_is_found(interrupted, case):
     assert receipt.read_bytes() == data
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"record_sum": "00" * 16},
+        {"record_sum": ""},
+        {"dims": [7]},
+        {"dims": [6, 1]},
+    ],
+    ids=str,
+)
+def test_a_receipt_of_other_records_is_found(interrupted, change):
+    """Whoever replays without values would publish them otherwise."""
+    path = staging(interrupted) / "00000001.json"
+    receipt = canonical.decode(path.read_bytes())
+    receipt["records"][1] |= change
+    path.write_bytes(canonical.encode(receipt))
+    with pytest.raises(kvformat.DamageError) as caught, start(interrupted) as out:
+        for number in range(6):
+            out.replay(f"{number}", Document.of(ids(3 + number)))
+        fill(out, 6)
+    assert (caught.value.code, caught.value.path) == ("E116", str(path))
+    assert not (interrupted / "kvformat.json").exists()
+
+
 def test_a_staging_directory_without_a_plan_is_not_taken_over(interrupted, undisturbed):
     (staging(interrupted) / "plan.json").unlink()
     with start(interrupted) as out:

@@ -203,6 +203,34 @@ def test_one_element_of_a_larger_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", COMPONENTS)
+def test_a_last_axis_of_one_entry_with_any_stride(tmp_path, dtype):
+    """It counts as contiguous, and cannot be viewed as bytes."""
+    bits = np.random.default_rng(0).integers(0, 0x38, 2 * 3 * 4)
+    tensor = of_bits(dtype, bits).reshape(2, 3, 1, 4).transpose(2, 3)
+    assert tensor.is_contiguous()
+    assert tensor.stride(-1) != 1
+    with writer(tmp_path / "ds", of=single(dtype, "tokens", 4, 1, layers=(0, 1))) as out:
+        out.add("a", {"x": tensor}, token_ids=ids(3))
+    assert all_bytes(read(tmp_path / "ds")[0].component("x")) == all_bytes(tensor)
+
+
+@pytest.mark.parametrize("dtype", COMPONENTS)
+@pytest.mark.parametrize("other", [np.float64, np.uint16, np.int64])
+def test_numpy_of_another_dtype_is_refused(tmp_path, dtype, other):
+    with pytest.raises(KVFormatError) as caught, writer(tmp_path / "ds", of=single(dtype, "tokens")) as out:
+        out.add("a", {"x": np.zeros((1, 3), other)}, token_ids=ids(3))
+    assert caught.value.code == "E102"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused(tmp_path):
+    nested = torch.nested.nested_tensor([torch.zeros(3)])
+    with pytest.raises(KVFormatError, match="nested") as caught, writer(tmp_path / "ds", of=single("F32")) as out:
+        out.add("a", {"x": nested}, token_ids=ids(3))
+    assert caught.value.code == "E081"
+
+
+@pytest.mark.parametrize("dtype", COMPONENTS)
 def test_strides_of_every_dtype(tmp_path, dtype):
     bits = np.random.default_rng(0).integers(0, 0x38, 2 * 3 * 6)
     tensor = of_bits(dtype, bits).reshape(6, 3, 2).permute(2, 1, 0)[:, :, ::2]

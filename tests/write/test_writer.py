@@ -491,6 +491,16 @@ def test_what_the_manifest_cannot_hold_is_refused_at_once(tmp_path, case):
         {"shard_slots": 10_001},
         {"on_duplicate": "replace"},
         {"allow_non_finite": ["q"]},
+        {"allow_non_finite": "kv"},
+        {"allow_non_finite": 5},
+        {"allow_non_finite": [5]},
+        {"provenance": 5},
+        {"extensions": [1]},
+        {"files": 5},
+        {"files": {1: b"x"}},
+        {"files": {"a": "text"}},
+        {"files": {"a": bytearray(b"may change before it is published")}},
+        {"files": {"a": memoryview(ids(4))}},
     ],
 )
 def test_bad_arguments(tmp_path, options):
@@ -718,6 +728,33 @@ def test_an_interrupt_in_the_middle_of_an_add_is_final(tmp_path, monkeypatch):
         monkeypatch.undo()
         out.add("c", kv(5), token_ids=ids(5))
     assert tree(tmp_path) == []
+
+
+def test_an_interrupt_in_the_middle_of_a_skip_is_final(tmp_path, monkeypatch):
+    """The list may have the name twice then."""
+    with pytest.raises(kvformat.UsageError), writer(tmp_path / "ds") as out:
+        out.add("a", kv(3), token_ids=ids(3))
+        skip = out._names.skip
+
+        def interrupted(*arguments):
+            skip(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(out._names, "skip", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            out.skip("b", "empty")
+        monkeypatch.undo()
+        out.skip("c", "empty")
+    assert tree(tmp_path) == []
+
+
+def test_names_and_reasons_of_numpy_are_strings(tmp_path):
+    with writer(tmp_path / "ds") as out:
+        out.add(np.str_("a"), kv(3), token_ids=ids(3))
+        out.alias(np.str_("b"), np.str_("a"))
+        out.skip(np.str_("c"), np.str_("empty"))
+    assert kvformat.verify(tmp_path / "ds").ok
+    assert [(entry.name, entry.reason) for entry in read(tmp_path / "ds").manifest.skipped] == [("c", "empty")]
 
 
 def test_no_shard_can_be_created(tmp_path):
