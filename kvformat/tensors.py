@@ -190,6 +190,8 @@ def _numpy_bytes(value: NDArray[Any], dtype: str, shape: tuple[int, ...], what: 
         and value.flags.carray
     ):
         return value.reshape(-1).view(np.uint8)
+    if isinstance(value, np.ma.MaskedArray):
+        raise make_error("E081", f"{what}: a masked array cannot be stored: fill it first", record=record)
     _check(value.shape, value.dtype.name, _NAMES[dtype], dtype, shape, what, record)
     little = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
     return little.reshape(-1).view(np.uint8)

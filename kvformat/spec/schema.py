@@ -39,6 +39,12 @@ ITEM_SIZES = {
     "U64": 8,
 }
 COMPONENT_DTYPES = frozenset({"BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "I8"})
+_MOST = {
+    "num_layers": limits.MAX_LAYER + 1,
+    "num_kv_heads": limits.MAX_DIM,
+    "head_dim": limits.MAX_DIM,
+    "v_head_dim": limits.MAX_DIM,
+}
 UNIFORM_DTYPES = ("BF16", "F16", "F32")
 QUANTISED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8"})
 STAGED_ROLES = frozenset({"key", "rope_key", "latent"})
@@ -174,8 +180,8 @@ class Schema(_Base, frozen=True, kw_only=True):
         if v_head_dim is not None:
             sizes["v_head_dim"] = v_head_dim
         for what, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise make_error("E081", f"{what} must be an integer of 1 or more, found {size!r}")
+            if not isinstance(size, int) or not 1 <= size <= _MOST[what]:
+                raise make_error("E081", f"{what} must be an integer of 1 to {_MOST[what]}, found {size!r}")
         for what, value, allowed in (("dtype", dtype, UNIFORM_DTYPES), ("key_stage", key_stage, get_args(Stage))):
             if value not in allowed:
                 raise make_error("E081", f"{what} must be one of {', '.join(allowed)}, found {value!r}")

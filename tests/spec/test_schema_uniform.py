@@ -16,8 +16,9 @@ USUAL: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 4}
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_layers": 0}, "num_layers must be an integer of 1 or more, found 0"),
+        ({"num_layers": 0}, "num_layers must be an integer of 1 to 65536, found 0"),
         ({"num_layers": -1}, "num_layers"),
+        ({"num_layers": 10**12}, "num_layers"),
         ({"num_kv_heads": 2.0}, "num_kv_heads"),
         ({"head_dim": -1}, "head_dim"),
         ({"head_dim": None}, "head_dim"),

@@ -227,6 +227,7 @@ def with_value(value):
 
 REFUSALS = {
     "shape": ("E101", lambda w: w.add("x", {**kv(), "v": kv(4)["v"]}, token_ids=ids())),
+    "masked": ("E081", lambda w: w.add("x", {**kv(), "k": np.ma.masked_array(kv()["k"])}, token_ids=ids())),
     "no-mapping": ("E081", lambda w: w.add("x", tuple(kv().values()), token_ids=ids())),
     "no-components": ("E081", lambda w: w.add("x", None, token_ids=ids())),
     "no-mapping-of-extras": ("E081", lambda w: w.add("x", kv(), token_ids=ids(), extras=[1])),
