@@ -29,7 +29,9 @@ __all__ = [
     "Contender",
     "Series",
     "alternate",
+    "best_peer",
     "console",
+    "missing_bars",
     "print_bars",
     "print_facts",
     "print_missing",
@@ -124,6 +126,20 @@ class Bar:
     target: str
     found: str
     met: bool
+
+
+def best_peer(found: Sequence[Series]) -> Series | None:
+    """The quickest of those that are neither bare operations nor kvformat."""
+    peers_alone = [s for s in found if not s.contender.bare and not s.contender.name.startswith("kvformat")]
+    return min(peers_alone, key=lambda s: statistics.median(s.micros), default=None)
+
+
+def missing_bars(shape: str, missing: Sequence[tuple[str, str]]) -> list[Bar]:
+    """A bar against the best peer counts where every peer took part: one that is missed for each that did not."""
+    return [
+        Bar(what=f"{shape}: the best peer", target="all took part", found=f"{name} is missing", met=False)
+        for name, _ in missing
+    ]
 
 
 def single_threaded() -> None:

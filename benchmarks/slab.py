@@ -19,6 +19,8 @@ from benchmarks.harness import (
     Contender,
     Series,
     alternate,
+    best_peer,
+    missing_bars,
     print_missing,
     print_notes,
     print_table,
@@ -62,7 +64,7 @@ def measure(shape: Shape, path: Path, *, rounds: int, names: Sequence[str]) -> l
         for contender, series in zip(contenders, trial, strict=True):
             contender.limit = max(16, int(_SLOW_S / series.micros[0] * 1e6))
         found = alternate(contenders, rounds=rounds, work=work)
-    best = _best_peer(found)
+    best = best_peer(found)
     title = (
         f"one layer of K of a random record copied, {shape.name}: {len(corpus):,} records x {shape.num_layers}, "
         f"mean {corpus.nbytes / len(corpus) / 2 / shape.num_layers / 1e3:.1f} kB, one thread"
@@ -78,19 +80,10 @@ def _limited(contender: Contender, limit: int) -> Contender:
     return Contender(name=contender.name, run=contender.run, limit=limit)
 
 
-def _best_peer(found: Sequence[Series]) -> Series | None:
-    peers_alone = [s for s in found if not s.contender.bare and not s.contender.name.startswith("kvformat")]
-    return min(peers_alone, key=lambda s: float(np.median(s.micros)), default=None)
-
-
 def _bars(
     shape: Shape, found: dict[str, Series], best: Series | None, missing: Sequence[tuple[str, str]]
 ) -> list[Bar]:
-    """A bar against the best peer counts where every peer took part."""
-    bars = [
-        Bar(what=f"{shape.name}: the best peer", target="all took part", found=f"{name} is missing", met=False)
-        for name, _ in missing
-    ]
+    bars = missing_bars(shape.name, missing)
     for mode in ("off", "first"):
         ours = found[f"kvformat {mode}"]
         rivals = [(found[MEMMOVE], 0.85)] + ([(best, 0.95)] if best else [])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from benchmarks.harness import (
     Contender,
     Series,
     alternate,
+    best_peer,
+    missing_bars,
     print_missing,
     print_notes,
     print_table,
@@ -106,7 +107,7 @@ def measure(shape: Shape, path: Path, *, rounds: int, names: Sequence[str]) -> l
     for contender in contenders:
         if contender.before is not None:
             contender.before()
-    best = _best_peer(found)
+    best = best_peer(found)
     title = f"write until durable, {shape.name}: {len(corpus):,} records, {corpus.nbytes / 1e9:.2f} GB"
     against = [RAW, *([best.contender.name] if best else [])]
     print_table(title, found, against=against, unit="GB/s", note="x: times as fast; `verify`: what is computed")
@@ -135,19 +136,10 @@ def _prove_peer(home: Path, module: Any, corpus: Corpus, check: Callable[[peers.
         reader.close()
 
 
-def _best_peer(found: Sequence[Series]) -> Series | None:
-    peers_alone = [s for s in found if not s.contender.bare and s.contender.name != ours.NAME]
-    return min(peers_alone, key=lambda s: statistics.median(s.seconds), default=None)
-
-
 def _bars(
     shape: Shape, found: dict[str, Series], best: Series | None, missing: Sequence[tuple[str, str]]
 ) -> list[Bar]:
-    """A bar against the best peer counts where every peer took part."""
-    bars = [
-        Bar(what=f"{shape.name}: the best peer", target="all took part", found=f"{name} is missing", met=False)
-        for name, _ in missing
-    ]
+    bars = missing_bars(shape.name, missing)
     for other, target in [(found[RAW], 0.8), *([(best, 0.95)] if best else [])]:
         ratio = found[ours.NAME].speed_over(other)
         what = f"{shape.name}: write, digests and fsync included, against {other.contender.name}"

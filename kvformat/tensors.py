@@ -136,9 +136,7 @@ def stored_bytes(value: Any, *, dtype: str, shape: tuple[int, ...], what: str, r
     flat = value.detach().to("cpu").contiguous().reshape(-1)
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
-    # One element with an odd stride counts as contiguous, and cannot be viewed as bytes.
-    found: NDArray[np.uint8] = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
-    return found
+    return _memory(flat)
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:

@@ -14,10 +14,7 @@ __all__ = ["header_nbytes", "header_warning"]
 
 def header_nbytes(dataset: Dataset) -> int:
     """Bytes of the headers of all shards."""
-    from kvformat.spec.layout import Layout
-
-    manifest = dataset.manifest
-    return Layout(manifest.schema).header_size(manifest.version, manifest.shard_slots) * manifest.totals.shards
+    return dataset.manifest.header_size * dataset.manifest.totals.shards
 
 
 def header_warning(*, shards: int, headers: int, nbytes: int) -> str | None:

@@ -6,8 +6,6 @@ import mmap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from kvformat.errors import KVFormatError, make_error
 from kvformat.read.shards import SUMS_CHECKED, TOUCHED, OpenShard
 from kvformat.spec import digests, limits
@@ -191,13 +189,7 @@ class StoredRecord:
         """Compare ``rows`` slabs from ``row`` on, whose bytes ``data`` are, with their sums; E071 to E074."""
         slab = placed.slab_nbytes
         first = self._dataset.layout.first_sum[placed.name] + row
-        digest = xxhash.xxh3_64_intdigest
-        if rows == 1:
-            found = [digest(data)]
-        elif slab:
-            found = [digest(data[at : at + slab]) for at in range(0, rows * slab, slab)]
-        else:
-            found = [digest(b"")] * rows
+        found = digests.slab_sums(data, rows)
         stated = sums[first : first + rows].tolist()
         if found != stated:
             at = next(at for at in range(rows) if found[at] != stated[at])
@@ -253,7 +245,7 @@ class StoredRecord:
         flags = self._shard.checks.flags
         level = self._dataset.level
         self._advise_once()
-        verified = level == 0 or (level == 1 and flags[self._slot] & placement.body_bits == placement.body_bits)
+        verified = self._body_is_verified()
         if verified or nbytes <= _GROUP_NBYTES:
             if self._shard.memory is None:
                 self._shard.file.read_into(out, start)
@@ -275,8 +267,7 @@ class StoredRecord:
         numbers, bounds = self._dataset.layout.body_slabs(self._placement)
         if len(numbers) < len(stated):
             stated = [stated[number] for number in numbers]
-        found = list(map(xxhash.xxh3_64_intdigest, map(data.__getitem__, bounds)))  # a third quicker than a loop
-        return found == stated and not self._dataset.scales
+        return digests.sums_of(data, bounds) == stated and not self._dataset.scales
 
     def copy_slab(self, out: memoryview, name: str, row: int) -> int:
         """Copy one slab, verified, to the start of ``out``; see ``Dataset.read_slab_into``."""
@@ -291,9 +282,14 @@ class StoredRecord:
             if level == 2 or (level and not checks.slabs.get((self._slot, placed.bit), 0) >> row & 1):
                 self._compare(placed, row, 1, out, self._sums())
             self._slab_done(placed, row)
-        if level == 0 or (level == 1 and checks.flags[self._slot] & placement.body_bits == placement.body_bits):
+        if self._body_is_verified():
             self._keep_span()
         return nbytes
+
+    def _body_is_verified(self) -> bool:
+        """Whether nothing is left to verify of the components."""
+        level, bits = self._dataset.level, self._placement.body_bits
+        return level == 0 or (level == 1 and self._shard.checks.flags[self._slot] & bits == bits)
 
     def _keep_span(self) -> None:
         if self._shard.memory is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from kvformat.codec.shard import encode_header, sum_record
+from kvformat.codec.shard import header_fault
 from kvformat.errors import make_error
+from kvformat.spec.digests import record_sum
 from kvformat.spec.layout import Layout
 from kvformat.storage.faults import translated
 from kvformat.storage.local_write import LocalFiles
@@ -133,20 +133,21 @@ class ShardSequence:
 def _agrees(file: BinaryIO, receipt: Receipt, layout: Layout, plan: Plan) -> bool:
     """Whether header and sums of a shard are those of the records its receipt lists."""
     placements = [layout.place(record.dims) for record in receipt.records]
-    header = encode_header(
-        layout,
+    fault = header_fault(
+        file.read(plan.header_size),
+        layout=layout,
         version=plan.version,
         ordinal=receipt.ordinal,
         placements=placements,
         header_size=plan.header_size,
+        path=file.name,
     )
-    if file.read(plan.header_size) != header:
+    if fault is not None:
         return False
     start = plan.header_size
     for record, placement in zip(receipt.records, placements, strict=True):
         file.seek(start + placement.sums.offset)
-        sums = struct.unpack(f"<{layout.num_sums}Q", file.read(placement.sums.nbytes))
-        if sum_record(record.dims, sums)[1].hex() != record.record_sum:
+        if record_sum(record.dims, file.read(placement.sums.nbytes)).hex() != record.record_sum:
             return False
         start += placement.nbytes
     return True

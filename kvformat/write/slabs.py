@@ -73,17 +73,16 @@ class SlabChecker(NamedTuple):
             E104 non-finite, E105 a bad scale, naming record, component and layer.
         """
         nbytes = len(data) // self.num_slabs
-        if nbytes == 0:
-            return [digests.slab_sum(b"")] * self.num_slabs
         if len(data) <= _GROUP_NBYTES:
-            self._check(data, 0, nbytes, record)
-            return digests.slab_sums(data, nbytes)
+            if nbytes:
+                self._check(data, 0, nbytes, record)
+            return digests.slab_sums(data, self.num_slabs)
         found: list[int] = []
         step = max(1, _GROUP_NBYTES // nbytes) * nbytes
         for start in range(0, len(data), step):
             group = data[start : start + step]
             self._check(group, start // nbytes, nbytes, record)
-            found += digests.slab_sums(group, nbytes)
+            found += digests.slab_sums(group, len(group) // nbytes)
         return found
 
     def _check(self, group: memoryview, first: int, nbytes: int, record: str) -> None:
