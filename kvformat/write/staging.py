@@ -149,9 +149,11 @@ class Staging:
                 )
             kept.append(receipt)
         keep = {"plan.json"} | {f"{n:08d}.{suffix}" for n in range(len(kept)) for suffix in ("json", "shard")}
-        for name in names:
-            if name not in keep:
-                self._files.unlink(self.path / name)
+        left = [name for name in names if name not in keep]
+        for name in left:
+            self._files.unlink(self.path / name)
+        if left:  # durably, before their names are used again: else a crash may pair a new receipt with an old shard
+            self._files.sync_dir(self.path)
         return kept
 
     def add_receipt(self, receipt: Receipt) -> None:

@@ -153,6 +153,23 @@ def test_kill_then_power_loss(tmp_path, identity, mode, part):
             raise
 
 
+def test_a_new_receipt_never_meets_a_shard_of_a_killed_run(tmp_path, identity):
+    """A name used again: the power loss must not bring the first run's half shard back beside the second's receipt."""
+    (tmp_path / "base").mkdir()
+    first = recorded(tmp_path / "base")
+    halves = {op.path: at for at, op in enumerate(first, 1) if op.kind == "create" and op.path.endswith(".shard")}
+    path, count = min(halves.items())
+    [(_, operations)] = second_runs(tmp_path, [count], first)
+    removed = [at for at, op in enumerate(operations) if op.kind == "unlink" and op.path == path]
+    receipt = path.removesuffix("shard") + "json"
+    linked = [at for at, op in enumerate(operations) if op.kind == "link" and op.path == receipt]
+    assert removed[0] < linked[0]
+    for seed in range(40):
+        target = tmp_path / f"scattered-{seed}"
+        replay(operations[: linked[0] + 1], target, "scattered", seed=seed)
+        check_after_crash(target / "sets" / "ds", identity)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_many_crashes_in_a_row(tmp_path, identity, seed):
     """Power is lost again and again, in any mode, until a run comes through."""
