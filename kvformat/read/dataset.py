@@ -41,6 +41,8 @@ class Dataset:
         Where it was opened.
     manifest
         Everything but tables and values.
+    verify_s
+        Seconds this process has spent on hashing values. (Threads that add at once may lose a little.)
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Dataset:
         self.level = LEVELS[options["verify"]]
         self.index = IndexReader(reader, manifest, verify=self.level > 0)
         self.reader = reader
+        self.verify_s = 0.0
         self._options = options
         schema = manifest.schema
         self.num_dims = len(schema.dims)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvformat.errors import make_error
-from kvformat.read.stored import StoredRecord
+from kvformat.read.copyable import CopyableRecord
 from kvformat.spec import digests
 from kvformat.spec.layout import Placed
 from kvformat.tensors import flat_bytes, from_buffer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Record"]
 
 
-class Record(StoredRecord):
+class Record(CopyableRecord):
     """One record of a dataset; cheap to make, and valid as long as it is referred to.
 
     Views of one shard share its mapping: treat them as read-only. The file is never written to.
@@ -137,7 +137,7 @@ class Record(StoredRecord):
         if self._shard.memory is None:
             data = self._read(placed, row, 1, fresh=fresh)
             if fresh:
-                self._slab_done(placed, row)
+                self._slabs_done(placed, row, 1)
             return from_buffer(data, placed.dtype).reshape(shape)
         if fresh:
             self._touch_slab(placed, row)

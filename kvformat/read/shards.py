@@ -8,6 +8,9 @@ from collections import OrderedDict
 from collections.abc import MutableSequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvformat.errors import make_error
 from kvformat.read.index import IndexReader, ShardRow
 from kvformat.spec.layout import Placement
@@ -63,7 +66,7 @@ class OpenShard:
         zeros. One array: a record costs one line of the processor's cache.
     """
 
-    __slots__ = ("_views", "checks", "end", "file", "first", "memory", "places", "row", "spans")
+    __slots__ = ("_array", "_views", "checks", "end", "file", "first", "memory", "places", "row", "spans")
 
     def __init__(self, row: ShardRow, file: OpenFile, checks: Checks) -> None:
         self.row = row
@@ -75,6 +78,14 @@ class OpenShard:
         self.places: list[tuple[Placement, int] | None] = [None] * (row.end - row.first)
         self.spans = array("Q", bytes(16 * (row.end - row.first)))
         self._views: dict[str, torch.Tensor] = {}
+        self._array: NDArray[np.uint8] | None = None
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        """The whole mapped file, ``[nbytes]``."""
+        if self._array is None:
+            self._array = np.frombuffer(self.file.mapped, dtype=np.uint8)  # type: ignore[call-overload]  # asked of mapped shards
+        return self._array
 
     def view(self, dtype: str) -> torch.Tensor:
         """The whole mapped file as a one-dimensional tensor."""

@@ -1,8 +1,9 @@
-"""A record as bytes of its shard: where it lies, what of it was verified, and copies of it."""
+"""A record as bytes of its shard: where it lies, and what of it was verified."""
 
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["StoredRecord"]
 
 _PAGE = mmap.PAGESIZE
-# Copied and hashed in one go: small enough that what was copied is still in the processor's cache.
-_GROUP_NBYTES = 1 << 18
 
 
 class StoredRecord:
-    """One record of a dataset as bytes; :class:`Record` adds names and tensors.
+    """One record of a dataset as bytes; :class:`CopyableRecord` adds copies, :class:`Record` names and tensors.
 
     Attributes
     ----------
@@ -173,12 +172,12 @@ class StoredRecord:
             self._advise(self._offset + placed.offset + row * placed.slab_nbytes, placed.slab_nbytes)
         if self._dataset.level:
             self._compare(placed, row, 1, self._bytes(placed, row, 1), self._sums())
-        self._slab_done(placed, row)
+        self._slabs_done(placed, row, 1)
 
-    def _slab_done(self, placed: Placed, row: int) -> None:
+    def _slabs_done(self, placed: Placed, row: int, count: int) -> None:
         checks = self._shard.checks
         key = (self._slot, placed.bit)
-        done = checks.slabs.get(key, 0) | 1 << row
+        done = checks.slabs.get(key, 0) | (1 << count) - 1 << row
         if done == (1 << self._dataset.slabs[placed.name]) - 1:
             checks.slabs.pop(key, None)
             checks.flags[self._slot] |= 1 << placed.bit
@@ -189,7 +188,9 @@ class StoredRecord:
         """Compare ``rows`` slabs from ``row`` on, whose bytes ``data`` are, with their sums; E071 to E074."""
         slab = placed.slab_nbytes
         first = self._dataset.layout.first_sum[placed.name] + row
+        begun = time.perf_counter()
         found = digests.slab_sums(data, rows)
+        self._dataset.verify_s += time.perf_counter() - begun
         stated = sums[first : first + rows].tolist()
         if found != stated:
             at = next(at for at in range(rows) if found[at] != stated[at])
@@ -234,92 +235,3 @@ class StoredRecord:
             record=self.index,
             layer=layer,
         )
-
-    # -- copies --------------------------------------------------------------------------------------------------
-
-    def copy_body(self, out: memoryview) -> int:
-        """Copy all components, as stored and verified, to the start of ``out``; see ``Dataset.read_into``."""
-        placement = self._placement
-        start, nbytes = self._offset + placement.body, placement.body_nbytes
-        out = _fitting(out, nbytes, self.index)
-        flags = self._shard.checks.flags
-        level = self._dataset.level
-        self._advise_once()
-        verified = self._body_is_verified()
-        if verified or nbytes <= _GROUP_NBYTES:
-            if self._shard.memory is None:
-                self._shard.file.read_into(out, start)
-            else:
-                out[:] = self._shard.memory[start : start + nbytes]
-        if not verified and not (nbytes <= _GROUP_NBYTES and self._is_body(out)):
-            for name in self._dataset.layout.body:
-                placed = placement.tensors[name]
-                at = placed.offset - placement.body
-                self.copy_tensor(out[at : at + placed.nbytes], placed)
-        flags[self._slot] |= placement.body_bits
-        if level != 2:
-            self._keep_span()
-        return nbytes
-
-    def _is_body(self, data: memoryview) -> bool:
-        """Whether a copy of the body is what the sums state: in one go, where calls cost more than bytes."""
-        stated = self._sums().tolist()
-        numbers, bounds = self._dataset.layout.body_slabs(self._placement)
-        if len(numbers) < len(stated):
-            stated = [stated[number] for number in numbers]
-        return digests.sums_of(data, bounds) == stated and not self._dataset.scales
-
-    def copy_slab(self, out: memoryview, name: str, row: int) -> int:
-        """Copy one slab, verified, to the start of ``out``; see ``Dataset.read_slab_into``."""
-        placement = self._placement
-        placed = placement.tensors[name]
-        nbytes = placed.slab_nbytes
-        out = _fitting(out, nbytes, self.index)
-        checks = self._shard.checks
-        level = self._dataset.level
-        self._shard.file.read_into(out, self._offset + placed.offset + row * nbytes)
-        if level == 2 or not checks.flags[self._slot] >> placed.bit & 1:
-            if level == 2 or (level and not checks.slabs.get((self._slot, placed.bit), 0) >> row & 1):
-                self._compare(placed, row, 1, out, self._sums())
-            self._slab_done(placed, row)
-        if self._body_is_verified():
-            self._keep_span()
-        return nbytes
-
-    def _body_is_verified(self) -> bool:
-        """Whether nothing is left to verify of the components."""
-        level, bits = self._dataset.level, self._placement.body_bits
-        return level == 0 or (level == 1 and self._shard.checks.flags[self._slot] & bits == bits)
-
-    def _keep_span(self) -> None:
-        if self._shard.memory is not None:
-            begin = self._offset + self._placement.body
-            # The end last: it is what says that both are there.
-            self._shard.spans[2 * self._slot] = begin
-            self._shard.spans[2 * self._slot + 1] = begin + self._placement.body_nbytes
-
-    def copy_tensor(self, out: memoryview, placed: Placed) -> None:
-        """Copy a tensor, verified, to ``out``, which has its size."""
-        file = self._shard.file
-        flags = self._shard.checks.flags
-        start = self._offset + placed.offset
-        level = self._dataset.level
-        if placed.bit < 0 or level == 0 or (level == 1 and flags[self._slot] >> placed.bit & 1):
-            file.read_into(out, start)
-            return
-        # A few slabs at a time: what is verified is the copy, while it is in the processor's cache.
-        sums = self._sums()
-        slab, count = placed.slab_nbytes, self._dataset.slabs[placed.name]
-        group = max(1, _GROUP_NBYTES // slab) if slab else count
-        for row in range(0, count, group):
-            rows = min(group, count - row)
-            part = out[row * slab : (row + rows) * slab]
-            file.read_into(part, start + row * slab)
-            self._compare(placed, row, rows, part, sums)
-        flags[self._slot] |= 1 << placed.bit
-
-
-def _fitting(out: memoryview, nbytes: int, record: int) -> memoryview:
-    if len(out) < nbytes:
-        raise make_error("E081", f"out has {len(out)} bytes, {nbytes} are needed", record=record)
-    return out[:nbytes]

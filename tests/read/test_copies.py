@@ -11,7 +11,7 @@ import torch
 
 import kvformat
 from kvformat.errors import DamageError, LookupFailedError, UsageError
-from kvformat.read import shards, stored
+from kvformat.read import copyable, shards
 from kvformat.spec.schema import Axis, Component, Schema
 
 BOTH = pytest.mark.parametrize("io", ["mmap", "pread"])
@@ -138,7 +138,7 @@ def test_lookups_fail_as_elsewhere(saved, io: str) -> None:
 @BOTH
 @pytest.mark.parametrize("group", [1, 1 << 18], ids=["slab by slab", "in one go"])
 def test_a_damaged_body_is_refused_until_it_is_restored(saved, flip, monkeypatch, io: str, group: int) -> None:
-    monkeypatch.setattr(stored, "_GROUP_NBYTES", group)
+    monkeypatch.setattr(copyable, "_GROUP_NBYTES", group)
     path = saved("one-record")
     flip(path, "one-record", tensor="v", at=70)
     out = memoryview(bytearray(4096))

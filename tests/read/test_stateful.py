@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import kvformat
 from kvformat.errors import DamageError
-from kvformat.read import stored
+from kvformat.read import copyable
 from kvformat.spec.schema import Axis, Component, Last, Schema
 from kvformat.testing.strategies import cases
 from kvformat.testing.vectors import VALID
@@ -58,8 +58,8 @@ class Reading(RuleBasedStateMachine):
 
     @initialize(case=NAMED | cases(), group=st.sampled_from((1, 64, 1 << 18)))
     def build(self, case: Case, group: int) -> None:
-        self.group = stored._GROUP_NBYTES
-        stored._GROUP_NBYTES = group
+        self.group = copyable._GROUP_NBYTES
+        copyable._GROUP_NBYTES = group
         self.folder = Path(tempfile.mkdtemp(prefix="kvformat-stateful-"))
         self.path = self.folder / "dataset"
         self.files = case.build()
@@ -77,7 +77,7 @@ class Reading(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
-            stored._GROUP_NBYTES = self.group
+            copyable._GROUP_NBYTES = self.group
             shutil.rmtree(self.folder)
 
     # -- reading -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,241 @@
+"""A record as bytes that are copied, verified, to where they are wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvformat.errors import make_error
+from kvformat.read.stored import StoredRecord
+from kvformat.spec import digests
+from kvformat.spec.layout import Placed
+
+if TYPE_CHECKING:
+    from kvformat.storage.local_read import FileIdentity
+
+__all__ = ["CopyableRecord", "Proof"]
+
+# Copied and hashed in one go: small enough that what was copied is still in the processor's cache.
+_GROUP_NBYTES = 1 << 18
+_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
+
+
+class Proof(NamedTuple):
+    """What one process verified of a record, for another one that finds the very same file there.
+
+    Attributes
+    ----------
+    identity
+        The shard's file.
+    flags
+        A bit for each tensor verified whole, as :attr:`Placed.bit` numbers them.
+    slabs
+        Of tensors not verified whole, (bit of the tensor, a bit for each verified slab).
+    """
+
+    identity: FileIdentity
+    flags: int
+    slabs: tuple[tuple[int, int], ...]
+
+
+class CopyableRecord(StoredRecord):
+    """One record of a dataset as bytes to copy; :class:`Record` adds names and tensors."""
+
+    __slots__ = ()
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def copy_body(self, out: memoryview) -> int:
+        """Copy all components, as stored and verified, to the start of ``out``; see ``Dataset.read_into``."""
+        placement = self._placement
+        start, nbytes = self._offset + placement.body, placement.body_nbytes
+        out = _fitting(out, nbytes, self.index)
+        flags = self._shard.checks.flags
+        level = self._dataset.level
+        self._advise_once()
+        verified = self._body_is_verified()
+        if verified or nbytes <= _GROUP_NBYTES:
+            if self._shard.memory is None:
+                self._shard.file.read_into(out, start)
+            else:
+                out[:] = self._shard.memory[start : start + nbytes]
+        if not verified and not (nbytes <= _GROUP_NBYTES and self._is_body(out)):
+            for name in self._dataset.layout.body:
+                placed = placement.tensors[name]
+                at = placed.offset - placement.body
+                self.copy_tensor(out[at : at + placed.nbytes], placed)
+        flags[self._slot] |= placement.body_bits
+        if level != 2:
+            self._keep_span()
+        return nbytes
+
+    def _is_body(self, data: memoryview) -> bool:
+        """Whether a copy of the body is what the sums state: in one go, where calls cost more than bytes."""
+        stated = self._sums().tolist()
+        numbers, bounds = self._dataset.layout.body_slabs(self._placement)
+        if len(numbers) < len(stated):
+            stated = [stated[number] for number in numbers]
+        begun = time.perf_counter()
+        equal = digests.sums_of(data, bounds) == stated
+        self._dataset.verify_s += time.perf_counter() - begun
+        return equal and not self._dataset.scales
+
+    def copy_slab(self, out: memoryview, name: str, row: int) -> int:
+        """Copy one slab, verified, to the start of ``out``; see ``Dataset.read_slab_into``."""
+        placement = self._placement
+        placed = placement.tensors[name]
+        nbytes = placed.slab_nbytes
+        out = _fitting(out, nbytes, self.index)
+        checks = self._shard.checks
+        level = self._dataset.level
+        self._shard.file.read_into(out, self._offset + placed.offset + row * nbytes)
+        if level == 2 or not checks.flags[self._slot] >> placed.bit & 1:
+            if level == 2 or (level and not checks.slabs.get((self._slot, placed.bit), 0) >> row & 1):
+                self._compare(placed, row, 1, out, self._sums())
+            self._slabs_done(placed, row, 1)
+        if self._body_is_verified():
+            self._keep_span()
+        return nbytes
+
+    def _body_is_verified(self) -> bool:
+        """Whether nothing is left to verify of the components."""
+        level, bits = self._dataset.level, self._placement.body_bits
+        return level == 0 or (level == 1 and self._shard.checks.flags[self._slot] & bits == bits)
+
+    def _keep_span(self) -> None:
+        if self._shard.memory is not None:
+            begin = self._offset + self._placement.body
+            # The end last: it is what says that both are there.
+            self._shard.spans[2 * self._slot] = begin
+            self._shard.spans[2 * self._slot + 1] = begin + self._placement.body_nbytes
+
+    def copy_tensor(self, out: memoryview, placed: Placed) -> None:
+        """Copy a tensor, verified, to ``out``, which has its size."""
+        file = self._shard.file
+        flags = self._shard.checks.flags
+        start = self._offset + placed.offset
+        level = self._dataset.level
+        if placed.bit < 0 or level == 0 or (level == 1 and flags[self._slot] >> placed.bit & 1):
+            file.read_into(out, start)
+            return
+        # A few slabs at a time: what is verified is the copy, while it is in the processor's cache.
+        sums = self._sums()
+        slab, count = placed.slab_nbytes, self._dataset.slabs[placed.name]
+        group = max(1, _GROUP_NBYTES // slab) if slab else count
+        for row in range(0, count, group):
+            rows = min(group, count - row)
+            part = out[row * slab : (row + rows) * slab]
+            file.read_into(part, start + row * slab)
+            self._compare(placed, row, rows, part, sums)
+        flags[self._slot] |= 1 << placed.bit
+
+    # -- pieces to copy from -------------------------------------------------------------------------------------
+
+    @property
+    def tensors(self) -> dict[str, Placed]:
+        """Where the tensors of the record stand, by name."""
+        return self._placement.tensors
+
+    @property
+    def start(self) -> int:
+        """Where the record begins in its shard, in bytes."""
+        return self._offset
+
+    def proved(self, bits: int) -> NDArray[np.uint8] | None:
+        """The mapped shard, ``[nbytes]`` uint8, where nothing is left to verify of the tensors ``bits``; else None."""
+        shard = self._shard
+        level = self._dataset.level
+        if shard.memory is None or level == 2 or (level == 1 and shard.checks.flags[self._slot] & bits != bits):
+            return None
+        self._advise_once()
+        return shard.array
+
+    def pieces(self, placed: Placed, row: int, rows: int) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
+        """Slabs ``row`` to ``row + rows`` of a tensor, verified just before they are given out.
+
+        Yields
+        ------
+        tuple
+            First slab and number of slabs of a piece, and its bytes, ``[slabs, slab_nbytes]`` uint8, row-major: a view
+            of the mapping, or what was read into memory that the next piece overwrites.
+        """
+        shard, level, slab = self._shard, self._dataset.level, placed.slab_nbytes
+        flags = shard.checks.flags
+        self._advise_once()
+        verified = level == 0 or (level == 1 and flags[self._slot] >> placed.bit & 1)
+        first = self._offset + placed.offset
+        if verified and shard.memory is not None:
+            begin = first + row * slab
+            yield row, rows, shard.array[begin : begin + rows * slab].reshape(rows, slab)
+            return
+        group = max(1, min(rows, _GROUP_NBYTES // slab if slab else rows))
+        scratch = np.empty(group * slab, dtype=np.uint8) if shard.memory is None else None
+        sums = None if verified else self._sums()
+        for at in range(row, row + rows, group):
+            count = min(group, row + rows - at)
+            begin = first + at * slab
+            if scratch is None:
+                part = shard.array[begin : begin + count * slab]
+            else:
+                part = scratch[: count * slab]
+                shard.file.read_into(part.data, begin)
+            if sums is not None:
+                done = shard.checks.slabs.get((self._slot, placed.bit), 0)
+                wanted = (1 << count) - 1 << at
+                if level == 2 or done & wanted != wanted:
+                    self._compare(placed, at, count, part.data, sums)
+                    self._slabs_done(placed, at, count)
+            yield at, count, part.reshape(count, slab)
+
+    # -- proofs for other processes ------------------------------------------------------------------------------
+
+    def prove(self, wanted: Sequence[tuple[str, Sequence[tuple[int, int]]]]) -> Proof:
+        """Verify tensors, and have their bytes in memory; what was verified, for another process.
+
+        Parameters
+        ----------
+        wanted
+            By tensor, runs of (first slab, number of slabs).
+        """
+        for name, runs in wanted:
+            placed = self._placement.tensors[name]
+            for row, rows in runs:
+                for _ in self.pieces(placed, row, rows):
+                    pass
+        self._populate()
+        checks = self._shard.checks
+        if self._dataset.level == 2:
+            return Proof(checks.identity, 0, ())
+        bits = (self._placement.tensors[name].bit for name, _ in wanted)
+        slabs = ((bit, checks.slabs.get((self._slot, bit), 0)) for bit in bits)
+        return Proof(checks.identity, checks.flags[self._slot], tuple((bit, done) for bit, done in slabs if done))
+
+    def accept(self, proof: Proof) -> None:
+        """Count as verified what another process verified of this very file; of another file nothing is."""
+        checks = self._shard.checks
+        if checks.identity != proof.identity or self._dataset.level != 1:
+            return
+        checks.flags[self._slot] |= proof.flags
+        for bit, done in proof.slabs:
+            key = (self._slot, bit)
+            checks.slabs[key] = checks.slabs.get(key, 0) | done
+
+    def _populate(self) -> None:
+        """Have the record in the page cache, where the system has a call that waits for it."""
+        mapped = self._shard.file.mapped
+        if mapped is not None:
+            begin = self._offset // mmap.PAGESIZE * mmap.PAGESIZE
+            with contextlib.suppress(OSError, ValueError):
+                mapped.madvise(_POPULATE_READ, begin, self._offset + self._placement.end - begin)
+
+
+def _fitting(out: memoryview, nbytes: int, record: int) -> memoryview:
+    if len(out) < nbytes:
+        raise make_error("E081", f"out has {len(out)} bytes, {nbytes} are needed", record=record)
+    return out[:nbytes]
