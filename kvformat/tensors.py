@@ -14,7 +14,7 @@ from kvformat.errors import make_error
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["flat_bytes", "from_buffer", "stored_bytes", "torch_dtype", "writable_bytes"]
+__all__ = ["dtype_name", "flat_bytes", "from_buffer", "stored_bytes", "torch_dtype", "writable_bytes"]
 
 _FIELD_NAME = re.compile(":[^:]*:")
 _NAMES = {
@@ -45,6 +45,15 @@ def torch_dtype(name: str) -> torch.dtype:
 
     dtype: torch.dtype = getattr(torch, _NAMES[name])
     return dtype
+
+
+def dtype_name(dtype: object) -> str:
+    """safetensors name of a torch dtype, or of its torch or safetensors name; E081 where no tensor can have it."""
+    name = str(dtype).removeprefix("torch.")
+    found = next((known for known, torch_name in _NAMES.items() if name in {known, torch_name}), None)
+    if found is None:
+        raise make_error("E081", f"no dtype {dtype!r}; there are {', '.join(_NAMES.values())}")
+    return found
 
 
 def from_buffer(buffer: Any, dtype: str, *, offset: int = 0, count: int = -1) -> torch.Tensor:

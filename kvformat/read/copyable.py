@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvformat.errors import make_error
 from kvformat.read.stored import StoredRecord
 from kvformat.spec import digests
-from kvformat.spec.layout import Placed
+from kvformat.spec.layout import Placed, Placement
 
 if TYPE_CHECKING:
     from kvformat.storage.local_read import FileIdentity
@@ -138,9 +138,9 @@ class CopyableRecord(StoredRecord):
     # -- pieces to copy from -------------------------------------------------------------------------------------
 
     @property
-    def tensors(self) -> dict[str, Placed]:
-        """Where the tensors of the record stand, by name."""
-        return self._placement.tensors
+    def placement(self) -> Placement:
+        """Where the tensors of the record stand."""
+        return self._placement
 
     @property
     def start(self) -> int:

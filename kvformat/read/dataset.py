@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvformat.errors import make_error
 from kvformat.read.index import IndexReader
+from kvformat.read.ranks import AllGather, ask_same
 from kvformat.read.record import Record
 from kvformat.read.shards import ShardPool
 from kvformat.spec.context import Context, Text, differences
-from kvformat.spec.layout import Layout
+from kvformat.spec.layout import Layout, Placement
 from kvformat.spec.manifest import Manifest
 from kvformat.spec.schema import SHARED_ROLES, Schema
 from kvformat.storage.local_read import LocalReader
 from kvformat.tensors import writable_bytes
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
-__all__ = ["IO", "LEVELS", "Dataset", "Verify"]
+__all__ = ["IO", "LEVELS", "Dataset", "Place", "Verify"]
 
 Verify = Literal["first", "always", "off"]
 IO = Literal["auto", "mmap", "pread"]
 LEVELS = {"off": 0, "first": 1, "always": 2}
+
+
+Place = tuple[Placement, "NDArray[np.uint8] | None", int, "Record | None"]
+"""Layout of a record; the mapped shard, ``[nbytes]`` uint8, where nothing is left to verify, else None; start of the
+record in it, in bytes; and the record, where it had to be made."""
 
 
 class Dataset:
@@ -41,6 +49,8 @@ class Dataset:
         Where it was opened.
     manifest
         Everything but tables and values.
+    attached
+        What layers above keep with it, by a name of their own; neither pickled nor looked at.
     verify_s
         Seconds this process has spent on hashing values. (Threads that add at once may lose a little.)
     """
@@ -62,6 +72,7 @@ class Dataset:
         self.level = LEVELS[options["verify"]]
         self.index = IndexReader(reader, manifest, verify=self.level > 0)
         self.reader = reader
+        self.attached: dict[str, object] = {}
         self.verify_s = 0.0
         self._options = options
         schema = manifest.schema
@@ -134,6 +145,37 @@ class Dataset:
         found = differences(self.context, context)
         if found:
             raise make_error("E083", f"the contexts differ: {'; '.join(found)}", path=self.location)
+
+    def assert_same_across(self, all_gather_object: AllGather) -> None:
+        """Refuse to go on unless every rank of a job has opened this dataset. A collective call: on every rank.
+
+        Where opening may fail on one rank alone, :func:`kvformat.loader.open_across` also tells the others.
+
+        Parameters
+        ----------
+        all_gather_object
+            Takes an object and returns those of all ranks, in rank order. This library makes no process group, and
+            finds none: the function is where the caller's comes in. mpi4py's ``comm.allgather`` is one.
+
+        Raises
+        ------
+        IdentityError
+            E087 on every rank, naming the ranks of each id.
+        UsageError
+            E081 where the function returns something else.
+
+        Examples
+        --------
+        With an initialised ``torch.distributed``, on a group of the ``gloo`` backend, or of any that moves objects::
+
+            def all_gather_object(obj):
+                found = [None] * torch.distributed.get_world_size()
+                torch.distributed.all_gather_object(found, obj)
+                return found
+
+            dataset.assert_same_across(all_gather_object)
+        """
+        ask_same(self.id, all_gather_object, path=self.location)
 
     def __len__(self) -> int:
         return self._length
@@ -247,6 +289,31 @@ class Dataset:
                     except (TypeError, ValueError, NotImplementedError):
                         pass  # as above
         return self[key].copy_slab(writable_bytes(out), name, row)
+
+    def places(self, numbers: Sequence[int], bits: int) -> list[Place]:
+        """Where records lie, in one go: what packing many small records spends its time on.
+
+        Parameters
+        ----------
+        numbers
+            Numbers of records.
+        bits
+            Tensors wanted, as :attr:`Placed.bit` numbers them.
+        """
+        found: list[Place] = []
+        listed, firsts, level = self.shards.listed, self.shards.firsts, self.level
+        for number in numbers:
+            shard = listed[bisect_right(firsts, number)] if 0 <= number < self._length else None
+            if shard is not None and shard.memory is not None and level != 2:
+                slot = number - shard.first
+                place = shard.places[slot]
+                checks = shard.checks
+                if place is not None and checks.steps[slot] and (level == 0 or checks.flags[slot] & bits == bits):
+                    found.append((place[0], shard.array, place[1], None))
+                    continue
+            record = self[number]
+            found.append((record.placement, record.proved(bits), record.start, record))
+        return found
 
     def tensors_in(self, buffer: Any, key: int | str) -> dict[str, torch.Tensor]:
         """Components of a record whose body :meth:`read_into` copied to the start of ``buffer``.

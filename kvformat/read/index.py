@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvformat.codec.index import Columns
 from kvformat.errors import make_error
-from kvformat.spec import digests
+from kvformat.spec import digests, limits
 from kvformat.spec.manifest import Manifest
 from kvformat.spec.paths import part_path, shard_path
 from kvformat.storage.local_read import LocalReader, OpenFile
@@ -68,6 +71,22 @@ class _Table:
             return self.part(0), row
         number = bisect_right(self.starts, row) - 1
         return self.part(number), row - self.starts[number]
+
+    def take(self, column: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Items of a column at rows of the table, as a copy; touches the parts concerned only."""
+        if len(self.parts) == 1:
+            return self.part(0).arrays[column][rows].astype(np.int64)
+        holders = np.searchsorted(np.array(self.starts), rows, side="right") - 1
+        shape = self.part(int(holders[0]) if len(rows) else 0).arrays[column].shape[1:]
+        found = np.empty((len(rows), *shape), np.int64)
+        for number in np.unique(holders).tolist():
+            chosen = holders == number
+            found[chosen] = self.part(number).arrays[column][rows[chosen] - self.starts[number]]
+        return found
+
+    def of(self, row: int) -> str:
+        """Full path of the part that holds a row of the table."""
+        return self.path(bisect_right(self.starts, row) - 1)
 
     def path(self, number: int) -> str:
         """Full path of a part."""
@@ -183,6 +202,44 @@ class IndexReader:
         for number, start in enumerate(self.shards.starts[:-1]):
             for position, digest in enumerate(self.shards.part(number).arrays["sha256"]):
                 yield shard_path(start + position, digest.tobytes())
+
+    def shard_starts(self) -> NDArray[np.int64]:
+        """First record of every shard, ``[shards]``."""
+        firsts = np.concatenate([self.shards.part(n).arrays["first_record"] for n in range(len(self.shards.parts))])
+        if firsts[0] != 0 or not (firsts[:-1] < firsts[1:]).all() or firsts[-1] >= self._manifest.totals.records:
+            raise make_error("E052", "shards do not begin at ascending records", path=self._reader.path("index"))
+        return firsts.astype(np.int64)
+
+    def dims_of(self, records: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Dims of records that exist, ``[n, dims]``."""
+        found = self.rows.take("dims", records)
+        tokens = found[:, 0]
+        if len(found) and not (tokens.min() > 0 and tokens.max() <= limits.MAX_TOKENS):
+            record = next(int(n) for n, t in zip(records, tokens, strict=True) if not 0 < t <= limits.MAX_TOKENS)
+            raise make_error("E053", "a record with no or too many tokens", path=self.rows.of(record), record=record)
+        return found
+
+    def records_of_names(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of the records that existing slots of the names table belong to, ``[n]``."""
+        if self._manifest.totals.names == self._manifest.totals.records:
+            return slots  # every record has a name, and names stand by record
+        found = self.names.take("record", slots)
+        if len(found) and not (found.min() >= 0 and found.max() < self._manifest.totals.records):
+            raise make_error("E056", "a name of a record that is not there", path=self._reader.path("index"))
+        return found
+
+    def first_names(self, records: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many slots of the names table stand before those of each record, ``[n]``."""
+        wanted = records.astype(np.uint64)  # of another dtype, the column would be converted as a whole
+        found = np.zeros(len(records), np.int64)
+        for number in range(len(self.names.parts)):
+            found += np.searchsorted(self.names.part(number).arrays["record"], wanted)
+        return found
+
+    def name_at(self, slot: int) -> str:
+        """Name at an existing slot of the names table."""
+        columns, row = self.names.locate(slot)
+        return self._decode(self._name(columns, row))
 
     def document(self, record: int) -> bytes:
         """Document digest of a record, 32 bytes."""

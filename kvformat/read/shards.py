@@ -128,6 +128,10 @@ class ShardPool:
         """Shards held open."""
         return len(self._open)
 
+    def open_shards(self) -> list[OpenShard]:
+        """The shards held open."""
+        return list(self._open.values())
+
     def holding(self, record: int) -> OpenShard:
         """The open shard that holds a record of the dataset."""
         return self.get(bisect_right(self.firsts, record) - 1 if self.firsts else self._index.shard_of(record))

@@ -1,0 +1,187 @@
+"""Memory of batches, used again once nothing refers to it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvformat.errors import make_error
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BufferPool", "Lease"]
+
+_PAGE = mmap.PAGESIZE
+_RESERVED = 4
+"""Address space set aside, in multiples of what is kept. Pages cost memory from when they are first written to."""
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class Lease(NamedTuple):
+    """A piece of memory, for as long as any tensor made of ``tensor`` is referred to.
+
+    Attributes
+    ----------
+    array
+        ``[nbytes]`` uint8, to copy into. It does not keep the memory: the tensor does.
+    tensor
+        The same bytes as a torch tensor. When the last tensor that shares its storage goes, so does the lease.
+    """
+
+    array: NDArray[np.uint8]
+    tensor: torch.Tensor
+
+
+class _Arena:
+    """Address space of which ranges are taken, the lowest that fits, and given back.
+
+    Attributes
+    ----------
+    returned
+        Ranges given back by whoever let go of them last. That may happen in a garbage collection while the pool's lock
+        is held, so it takes no lock: appending to a deque is one step.
+    touched
+        End of what was ever written to and not given back to the system.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = _map(nbytes)
+        self.nbytes = len(self.memory)
+        self.touched = 0
+        self.returned: deque[tuple[int, int]] = deque()
+        self._free = [(0, self.nbytes)]
+
+    def take(self, nbytes: int) -> int | None:
+        """Start of a range, or None where there is no room."""
+        for at, (start, end) in enumerate(self._free):
+            if end - start >= nbytes:
+                if end - start == nbytes:
+                    del self._free[at]
+                else:
+                    self._free[at] = (start + nbytes, end)
+                return start
+        return None
+
+    def take_back(self, keep: int) -> None:
+        """Make free what was returned; what lies beyond ``keep`` bytes goes back to the system."""
+        if not self.returned:
+            return
+        ranges = self._free
+        while self.returned:
+            ranges.append(self.returned.popleft())
+        ranges.sort()
+        merged = [ranges[0]]
+        for start, end in ranges[1:]:
+            if start == merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        self._free = merged
+        start, end = merged[-1]
+        if end == self.nbytes and self.touched > max(start, keep):
+            begin = max(start, keep)
+            with contextlib.suppress(OSError, AttributeError):
+                self.memory.madvise(mmap.MADV_DONTNEED, begin, self.touched - begin)
+            self.touched = begin
+
+    @property
+    def in_use(self) -> int:
+        """Bytes taken."""
+        return self.nbytes - sum(end - start for start, end in self._free)
+
+
+class BufferPool:
+    """Memory that batches are packed into. Fresh memory costs several times a copy, so it is used again.
+
+    A batch holds its memory until its last tensor, view or array of it included, is dropped; only then it is given out
+    again. So nothing a consumer still refers to is ever overwritten. Consume batches one by one: who keeps many pays
+    for fresh memory each time. Safe in threads; after a fork the child begins with an empty pool.
+
+    Pinned memory comes from torch's caching host allocator, which keeps it too, and which waits for copies to a device
+    that are still under way.
+
+    Parameters
+    ----------
+    keep_nbytes
+        About so many bytes are kept while nobody uses them.
+    pin_memory
+        Page-locked memory, for copies to a CUDA device.
+
+    Attributes
+    ----------
+    fresh_nbytes
+        Bytes that had to be taken from the system so far.
+    """
+
+    def __init__(self, keep_nbytes: int, *, pin_memory: bool = False) -> None:
+        if keep_nbytes < 0:
+            raise make_error("E081", f"keep_nbytes must be at least 0, found {keep_nbytes}")
+        self._keep = keep_nbytes // _PAGE * _PAGE
+        self._pin = pin_memory
+        self._lock = threading.Lock()
+        self._arena: _Arena | None = None
+        self._process = os.getpid()
+        self.fresh_nbytes = 0
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes taken from the system, and used by nobody now."""
+        with self._lock:
+            arena = self._arena
+            if arena is None:
+                return 0
+            arena.take_back(self._keep)
+            return max(0, arena.touched - arena.in_use)
+
+    def lease(self, nbytes: int) -> Lease:
+        """Memory of ``nbytes`` bytes; its content is whatever it was."""
+        import torch
+
+        if self._pin:
+            pinned = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=True)
+            return Lease(pinned.numpy()[:nbytes], pinned[:nbytes])
+        size = -(-max(nbytes, 1) // _PAGE) * _PAGE
+        with self._lock:
+            arena = self._usable_arena()
+            start = None if arena is None else arena.take(size)
+            if arena is None or start is None:
+                self.fresh_nbytes += size
+            elif start + size > arena.touched:
+                self.fresh_nbytes += start + size - max(start, arena.touched)
+                arena.touched = start + size
+        if arena is None or start is None:
+            view = memoryview(_map(size))
+        else:
+            # torch refers to the view as long as the storage lives, and the view can be watched.
+            view = memoryview(arena.memory)[start : start + size]
+            weakref.finalize(view, arena.returned.append, (start, start + size)).atexit = False
+        tensor = torch.frombuffer(view, dtype=torch.uint8, count=max(nbytes, 1))
+        source = view if arena is None or start is None else memoryview(arena.memory)[start : start + size]
+        return Lease(np.frombuffer(source, dtype=np.uint8, count=nbytes), tensor[:nbytes])
+
+    def _usable_arena(self) -> _Arena | None:
+        if self._arena is None or self._process != os.getpid():
+            self._process = os.getpid()
+            try:
+                self._arena = _Arena(_RESERVED * self._keep) if self._keep else None
+            except OSError:  # no address space for it: every lease is a mapping of its own
+                self._keep, self._arena = 0, None
+        if self._arena is not None:
+            self._arena.take_back(self._keep)
+        return self._arena
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

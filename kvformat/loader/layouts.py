@@ -1,0 +1,137 @@
+"""How the records of a batch are laid out, as asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
+from kvformat.errors import make_error
+from kvformat.tensors import dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HF", "BatchLayout", "LayoutName", "Packed", "Padded", "as_layout"]
+
+LayoutName = Literal["packed", "padded", "hf"]
+Side = Literal["left", "right"]
+
+
+class BatchLayout(Struct, frozen=True, kw_only=True):
+    """What every layout has.
+
+    Parameters
+    ----------
+    components
+        Names of the components wanted; all when None.
+    layers
+        Model layers wanted, in this order; all of each component when None. A component that holds none of them is
+        left out. Only their bytes are read.
+    dtype
+        What BF16, F16 and F32 components are cast to: a torch dtype, or its torch or safetensors name; None keeps
+        them.
+    position_rows
+        Rows of positions the consumer takes: 1, or 3 for grids of time, height and width.
+    extras
+        Further extras of the schema to put in :attr:`Batch.extras`; the first axis must be tokens.
+    """
+
+    components: tuple[str, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    dtype: str | torch.dtype | None = None
+    position_rows: Literal[1, 3] = 1
+    extras: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Bring the parameters into one form; E081 for what none can have."""
+        for name in ("components", "layers", "extras"):
+            given: object = getattr(self, name)
+            if given is None and name != "extras":
+                continue
+            if isinstance(given, str) or not isinstance(given, Iterable):
+                raise make_error("E081", f"{name} is a sequence, found {given!r}")
+            listed = tuple(given)
+            kind = int if name == "layers" else str
+            if not all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in listed):
+                raise make_error("E081", f"{name} holds what is no {kind.__name__}: {listed!r}")
+            if len(set(listed)) != len(listed) or not (listed or name == "extras"):
+                raise make_error("E081", f"{name} must name something, and nothing twice: {listed!r}")
+            force_setattr(self, name, listed)
+        if self.position_rows not in (1, 3):
+            raise make_error("E081", f"position_rows must be 1 or 3, found {self.position_rows!r}")
+        if self.dtype is not None:
+            force_setattr(self, "dtype", dtype_name(self.dtype))
+
+
+class Packed(BatchLayout, frozen=True, kw_only=True):
+    """Records one behind the other, without padding: ``[layers, sum of tokens, heads, head_dim]``.
+
+    What attention over variable lengths takes, with ``cu_seqlens`` and ``max_seqlen``
+    (FlashAttention's ``flash_attn_varlen_func``, Dao et al., 2022).
+    """
+
+
+class Padded(BatchLayout, frozen=True, kw_only=True):
+    """Records side by side: ``[layers, records, longest, heads, head_dim]``, zeros where a shorter one has ended.
+
+    Parameters
+    ----------
+    side
+        Where the padding is.
+    multiple_of
+        The longest is rounded up to a multiple of this number of tokens.
+    """
+
+    side: Side = "right"
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        """As above."""
+        super().__post_init__()
+        _check_padding(self.side, self.multiple_of)
+
+
+class HF(BatchLayout, frozen=True, kw_only=True):
+    """K and V as the cache of a Hugging Face model: ``[layers, records, heads, longest, head_dim]``.
+
+    :meth:`Batch.past_key_values` makes a ``DynamicCache`` of it.
+
+    Parameters
+    ----------
+    side
+        Where the padding is; generation with that library continues on the right, so it pads on the left.
+    multiple_of
+        As for :class:`Padded`.
+    """
+
+    side: Side = "left"
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        """As above."""
+        super().__post_init__()
+        _check_padding(self.side, self.multiple_of)
+
+
+_BY_NAME: dict[str, type[BatchLayout]] = {"packed": Packed, "padded": Padded, "hf": HF}
+
+
+def as_layout(layout: LayoutName | BatchLayout) -> BatchLayout:
+    """A layout, or the one of a name as it is by default; E081 for anything else."""
+    given: object = layout
+    if isinstance(given, BatchLayout) and type(given) is not BatchLayout:
+        return given
+    found = _BY_NAME.get(given) if isinstance(given, str) else None
+    if found is None:
+        raise make_error("E081", f"layout must be {', '.join(_BY_NAME)}, or one of their objects; found {given!r}")
+    return found()
+
+
+def _check_padding(side: str, multiple_of: int) -> None:
+    if side not in ("left", "right"):
+        raise make_error("E081", f"side must be left or right, found {side!r}")
+    if type(multiple_of) is not int or multiple_of < 1:
+        raise make_error("E081", f"multiple_of must be an integer from 1 on, found {multiple_of!r}")

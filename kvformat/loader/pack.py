@@ -1,0 +1,245 @@
+"""Records into the memory of a batch: one copy from where they are stored to where they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvformat.loader.buffers import BufferPool
+from kvformat.loader.layouts import HF, Padded
+from kvformat.loader.plan import Group, Plan
+from kvformat.tensors import from_buffer, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvformat.loader.source import Source
+    from kvformat.read.dataset import Place
+    from kvformat.read.record import Record
+
+__all__ = ["Content", "pack"]
+
+_ALIGN = 4096
+Bytes = NDArray[np.uint8]
+
+
+class Content(NamedTuple):
+    """The tensors of a batch.
+
+    Attributes
+    ----------
+    components
+        By name, in the form of the layout.
+    extras
+        By name: packed ``[sum of tokens, ...]``, padded ``[records, longest, ...]``.
+    lengths
+        Of each part, its entries in each record.
+    tokens
+        Tokens of each record.
+    nbytes
+        Bytes of components and extras, padding included.
+    copied
+        Bytes that were copied to get there.
+    """
+
+    components: dict[str, torch.Tensor]
+    extras: dict[str, torch.Tensor]
+    lengths: dict[str, list[int]]
+    tokens: list[int]
+    nbytes: int
+    copied: int
+
+
+class _Target:
+    """Where one group of parts of all records goes.
+
+    Parameters
+    ----------
+    lengths
+        Entries of each record.
+    """
+
+    def __init__(self, plan: Plan, group: Group, lengths: list[int]) -> None:
+        self.group = group
+        self.lengths = lengths
+        part = self.part = group.first
+        layout = plan.layout
+        self.side = layout.side if isinstance(layout, (Padded, HF)) and part.ragged else None
+        self.heads = isinstance(layout, HF) and bool(part.layers)
+        # Packed bytes are joined: one call for all records that need no second look.
+        self.joined = part.ragged and self.side is None and not group.cast
+        records, inner = len(lengths), part.inner
+        self.longest = 0
+        if not part.ragged:
+            shape: tuple[int, ...] = (records, *inner)
+        elif isinstance(layout, (Padded, HF)):
+            self.longest = -(-max(lengths) // layout.multiple_of) * layout.multiple_of
+            shape = (records, inner[0], self.longest, *inner[1:]) if self.heads else (records, self.longest, *inner)
+        else:
+            shape = (sum(lengths), *inner)
+        self.shape = (group.rows, *shape)
+        self.ends = list(accumulate(lengths, initial=0))
+        self.nbytes = int(np.prod(self.shape, dtype=np.int64)) * part.item
+        self.tensor: torch.Tensor
+        self._view: Any
+
+    def place(self, flat: torch.Tensor, array: Bytes) -> None:
+        """Take the memory: the same bytes as a tensor and as an array, ``[nbytes]``."""
+        part = self.part
+        self.tensor = flat.view(torch_dtype(part.dtype)).view(self.shape)
+        if self.group.cast:
+            self._view = self.tensor
+        elif self.heads:
+            *outer, last = self.shape
+            self._view = array.reshape(*outer, last * part.item)
+        elif part.ragged and self.side is None:
+            self._view = array.reshape(self.group.rows, -1)
+        else:
+            self._view = array.reshape(self.group.rows, len(self.lengths), -1)
+
+    def rows(self, number: int) -> Any:
+        """Where a record goes: bytes ``[rows, bytes of a slab]``; items in the form of the layout where it is cast."""
+        view, part, length = self._view, self.part, self.lengths[number]
+        if not part.ragged:
+            return view[:, number]
+        unit = 1 if self.group.cast or self.heads else part.unit
+        if self.side is None:
+            return view[:, self.ends[number] * unit : self.ends[number + 1] * unit]
+        first = 0 if self.side == "right" else self.longest - length
+        if self.heads:
+            return view[:, number, :, first : first + length]
+        return view[:, number, first * unit : (first + length) * unit]
+
+    def put(self, rows: Any, piece: Bytes) -> None:
+        """Copy slabs, ``[slabs, bytes of a slab]``, to as many rows of where a record goes."""
+        part = self.part
+        if self.group.cast:
+            source = from_buffer(piece.reshape(-1).data, part.stored)
+            source = source.view((len(piece), -1, *part.inner) if part.ragged else (len(piece), *part.inner))
+            rows.copy_(source.transpose(1, 2) if self.heads else source)
+        elif self.heads:
+            heads, dim = part.inner
+            np.copyto(rows, piece.reshape(len(piece), -1, heads, dim * part.item).transpose(0, 2, 1, 3))
+        else:
+            np.copyto(rows, piece)
+
+    def join(self, pieces: Sequence[Sequence[Bytes]]) -> None:
+        """Copy all records, of each run of rows the slabs of each record, side by side."""
+        for (_, into, count), of_run in zip(self.group.runs, pieces, strict=True):
+            np.concatenate(of_run, axis=1, out=self._view[into : into + count])
+
+    def clear(self, number: int) -> None:
+        """Zeros where a record does not reach."""
+        length = self.lengths[number]
+        if self.side is None or length == self.longest:
+            return
+        begin, end = (length, self.longest) if self.side == "right" else (0, self.longest - length)
+        if self.group.cast or self.heads:
+            view = self.tensor[:, number, :, begin:end] if self.heads else self.tensor[:, number, begin:end]
+            view.zero_()
+        else:
+            self._view[:, number, begin * self.part.unit : end * self.part.unit] = 0
+
+
+def pack(plan: Plan, source: Source, numbers: Sequence[int], pool: BufferPool) -> Content:
+    """Copy records into one piece of memory.
+
+    Raises
+    ------
+    DamageError
+        E053, E054, E070 to E074 where the bytes of a record are not those that were written.
+    """
+    places = source.places(numbers, plan.bits)
+    targets = _targets(plan, places)
+    starts = list(accumulate((-(-target.nbytes // _ALIGN) * _ALIGN for target in targets), initial=0))
+    lease = pool.lease(starts[-1])
+    for target, start in zip(targets, starts, strict=False):
+        target.place(lease.tensor[start : start + target.nbytes], lease.array[start : start + target.nbytes])
+    copied = 0
+    proved = all(place[1] is not None for place in places)
+    for target in targets:
+        if proved and target.joined:
+            copied += _join(target, places)
+    for number, (placement, array, start, made) in enumerate(places):
+        for target in targets:
+            if array is None:
+                record = made or source.record(numbers[number])
+                copied += _pieces(target, record, target.rows(number))
+            elif not (proved and target.joined):
+                rows = target.rows(number)
+                where = placement.tensors[target.part.name]
+                for row, into, count in target.group.runs:
+                    begin = start + where.offset + row * where.slab_nbytes
+                    piece = array[begin : begin + count * where.slab_nbytes]
+                    rows_of_run = rows if count == target.group.rows else rows[into : into + count]
+                    target.put(rows_of_run, piece.reshape(len(rows_of_run), -1))
+                    copied += piece.nbytes
+            if target.side is not None:
+                target.clear(number)
+    tokens = [place[0].dims[0] for place in places]
+    return _content(targets, tokens, copied)
+
+
+def _targets(plan: Plan, places: Sequence[Place]) -> list[_Target]:
+    known: dict[str | int | None, list[int]] = {None: [1] * len(places)}
+    targets = []
+    for group in plan.groups:
+        part = group.first
+        lengths = known.get(part.axis)
+        if lengths is None:
+            lengths = known[part.axis] = [part.length(place[0].tensors[part.name]) for place in places]
+        targets.append(_Target(plan, group, lengths))
+    return targets
+
+
+def _join(target: _Target, places: Sequence[Place]) -> int:
+    """Copy a group of all records, none of which needs to be verified; the bytes copied."""
+    name, rows = target.part.name, target.group.rows
+    pieces = []
+    for row, _, count in target.group.runs:
+        of_run = []
+        for placement, array, start, _ in places:
+            where = placement.tensors[name]
+            begin = start + where.offset + row * where.slab_nbytes
+            # An extra is one slab, whatever its rows.
+            nbytes = count * where.slab_nbytes
+            of_run.append(array[begin : begin + nbytes].reshape(count if target.part.layers else rows, -1))  # type: ignore[index]  # none is None
+        pieces.append(of_run)
+    target.join(pieces)
+    return target.nbytes
+
+
+def _pieces(target: _Target, record: Record, rows: Any) -> int:
+    """Copy a group of a record piece by piece, each verified before; the bytes copied."""
+    copied = first = 0
+    for part in target.group.parts:
+        where = record.placement.tensors[part.name]
+        if not part.layers:  # one slab, whatever its rows
+            for _, _, piece in record.pieces(where, 0, 1):
+                target.put(rows, piece.reshape(part.rows, -1))
+                copied += piece.nbytes
+        for row, into, count in part.runs if part.layers else ():
+            for at, slabs, piece in record.pieces(where, row, count):
+                begin = first + into + at - row
+                target.put(rows[begin : begin + slabs], piece)
+                copied += piece.nbytes
+        first += part.rows
+    return copied
+
+
+def _content(targets: Sequence[_Target], tokens: list[int], copied: int) -> Content:
+    components, extras, lengths = {}, {}, {}
+    for target in targets:
+        row = 0
+        for part in target.group.parts:
+            lengths[part.name] = target.lengths
+            if part.layers:
+                components[part.name] = target.tensor[row : row + part.rows]
+                row += part.rows
+            else:
+                extras[part.name] = target.tensor if part.rows > 1 else target.tensor[0]
+    return Content(components, extras, lengths, tokens, sum(target.nbytes for target in targets), copied)
