@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,19 +26,31 @@ _RESERVED = 4
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
-class Lease(NamedTuple):
-    """A piece of memory, for as long as any tensor made of ``tensor`` is referred to.
+class Lease:
+    """A piece of memory, for as long as any tensor made of it is referred to.
 
     Attributes
     ----------
     array
-        ``[nbytes]`` uint8, to copy into. It does not keep the memory: the tensor does.
-    tensor
-        The same bytes as a torch tensor. When the last tensor that shares its storage goes, so does the lease.
+        ``[nbytes]`` uint8, to copy into. It does not keep the memory: tensors do.
     """
 
-    array: NDArray[np.uint8]
-    tensor: torch.Tensor
+    __slots__ = ("_owner", "array")
+
+    def __init__(self, array: NDArray[np.uint8], owner: memoryview | torch.Tensor) -> None:
+        self.array = array
+        self._owner = owner
+
+    def tensor(self, start: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Bytes from ``start`` on as a tensor. When the last one goes that shares the storage, so does the lease."""
+        import torch
+
+        if isinstance(self._owner, torch.Tensor):
+            return self._owner[start : start + nbytes].view(dtype).view(shape)
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype)
+        # torch refers to the view as long as the storage lives, and the view can be watched.
+        return torch.frombuffer(self._owner, dtype=dtype, offset=start, count=nbytes // dtype.itemsize).view(shape)
 
 
 class _Arena:
@@ -148,7 +160,7 @@ class BufferPool:
 
         if self._pin:
             pinned = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=True)
-            return Lease(pinned.numpy()[:nbytes], pinned[:nbytes])
+            return Lease(pinned.numpy()[:nbytes], pinned)
         size = -(-max(nbytes, 1) // _PAGE) * _PAGE
         with self._lock:
             arena = self._usable_arena()
@@ -159,14 +171,11 @@ class BufferPool:
                 self.fresh_nbytes += start + size - max(start, arena.touched)
                 arena.touched = start + size
         if arena is None or start is None:
-            view = memoryview(_map(size))
-        else:
-            # torch refers to the view as long as the storage lives, and the view can be watched.
-            view = memoryview(arena.memory)[start : start + size]
-            weakref.finalize(view, arena.returned.append, (start, start + size)).atexit = False
-        tensor = torch.frombuffer(view, dtype=torch.uint8, count=max(nbytes, 1))
-        source = view if arena is None or start is None else memoryview(arena.memory)[start : start + size]
-        return Lease(np.frombuffer(source, dtype=np.uint8, count=nbytes), tensor[:nbytes])
+            memory = _map(size)
+            return Lease(np.frombuffer(memory, dtype=np.uint8, count=nbytes), memoryview(memory))
+        view = memoryview(arena.memory)[start : start + size]
+        weakref.finalize(view, arena.returned.append, (start, start + size)).atexit = False
+        return Lease(np.frombuffer(arena.memory, dtype=np.uint8, count=nbytes, offset=start), view)
 
     def _usable_arena(self) -> _Arena | None:
         if self._arena is None or self._process != os.getpid():

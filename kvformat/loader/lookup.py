@@ -84,10 +84,9 @@ def numbers_of(source: Source, kind: str, keys: Sequence[Any]) -> list[int]:
     """Record numbers of keys of one kind; E080 naming all that are missing."""
     if not len(keys):
         raise make_error("E081", "a batch has at least one record")
-    find = _finders(source.collection)[kind]
-    found = [find(key) for key in keys]
-    missing = [key for key, number in zip(keys, found, strict=True) if number is None]
-    if missing:
+    found = _FINDERS[kind](source.collection, keys)
+    if None in found:
+        missing = [key for key, number in zip(keys, found, strict=True) if number is None]
         shown = ", ".join(_shown(kind, key) for key in missing[:_SHOWN])
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise make_error(
@@ -99,47 +98,55 @@ def numbers_of(source: Source, kind: str, keys: Sequence[Any]) -> list[int]:
     return [number for number in found if number is not None]
 
 
-def _finders(collection: Collection) -> dict[str, Callable[[Any], int | None]]:
-    datasets, starts = collection.datasets, collection.starts
-
-    def by(find: Callable[[Dataset, Any], int | None]) -> Callable[[Any], int | None]:
-        if len(datasets) == 1:
-            return lambda key: find(datasets[0], key)
-
-        def first(key: Any) -> int | None:
-            for dataset, start in zip(datasets, starts, strict=False):
-                number = find(dataset, key)
-                if number is not None:
-                    return start + number
-            return None
-
-        return first
-
-    document = by(_document)
-    return {
-        "names": by(_name),
-        "documents": document,
-        "token_ids": lambda ids: document(document_digest(ids)),
-        "records": lambda number: _number(number, len(collection)),
-    }
+def _by_names(collection: Collection, keys: Sequence[Any]) -> list[int | None]:
+    for name in keys:
+        if type(name) is not str and not isinstance(name, str):
+            raise make_error("E081", f"a name is a string, found {type(name).__name__}")
+    return _first(collection, keys, lambda dataset, names: dataset.index.find_names(names))
 
 
-def _name(dataset: Dataset, name: Any) -> int | None:
-    if not isinstance(name, str):
-        raise make_error("E081", f"a name is a string, found {type(name).__name__}")
-    return dataset.index.find_name(name)
+def _by_documents(collection: Collection, keys: Sequence[Any]) -> list[int | None]:
+    for digest in keys:
+        if not isinstance(digest, bytes) or len(digest) != 32:
+            raise make_error("E081", "a document digest is 32 bytes; see kvformat.document_digest")
+    return _first(collection, keys, lambda dataset, digests: list(map(dataset.index.find_document, digests)))
 
 
-def _document(dataset: Dataset, digest: Any) -> int | None:
-    if not isinstance(digest, bytes) or len(digest) != 32:
-        raise make_error("E081", "a document digest is 32 bytes; see kvformat.document_digest")
-    return dataset.index.find_document(digest)
+def _by_token_ids(collection: Collection, keys: Sequence[Any]) -> list[int | None]:
+    return _by_documents(collection, [document_digest(token_ids=ids) for ids in keys])
 
 
-def _number(number: Any, count: int) -> int | None:
-    if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
-        raise make_error("E081", f"a record number is an integer, found {type(number).__name__}")
-    return int(number) if 0 <= number < count else None
+def _by_records(collection: Collection, keys: Sequence[Any]) -> list[int | None]:
+    for number in keys:
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+            raise make_error("E081", f"a record number is an integer, found {type(number).__name__}")
+    return [int(number) if 0 <= number < len(collection) else None for number in keys]
+
+
+def _first(
+    collection: Collection, keys: Sequence[Any], find: Callable[[Dataset, Sequence[Any]], list[int | None]]
+) -> list[int | None]:
+    """Of each key the record in the first dataset that has one."""
+    datasets = collection.datasets
+    if len(datasets) == 1:
+        return find(datasets[0], keys)
+    found: list[int | None] = [None] * len(keys)
+    for dataset, start in zip(datasets, collection.starts, strict=False):
+        left = [at for at, number in enumerate(found) if number is None]
+        if not left:
+            break
+        for at, number in zip(left, find(dataset, [keys[at] for at in left]), strict=True):
+            if number is not None:
+                found[at] = start + number
+    return found
+
+
+_FINDERS: dict[str, Callable[[Collection, Sequence[Any]], list[int | None]]] = {
+    "names": _by_names,
+    "documents": _by_documents,
+    "token_ids": _by_token_ids,
+    "records": _by_records,
+}
 
 
 def _shown(kind: str, key: Any) -> str:

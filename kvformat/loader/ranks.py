@@ -80,8 +80,11 @@ def lockstep(loader: Iterable[T], all_gather_object: AllGather) -> Iterator[T]:
     step in which they would have waited for it. Where a rank has fewer batches than the others, all ranks raise.
 
     Every rank must take the same number of batches: a ``break`` on one alone leaves the others waiting, as does an
-    error in what it does with a batch. Not needed for correctness: without it, one rank's error ends the others when
-    the process group notices that it is gone.
+    error in what it does with a batch.
+
+    Without it, a rank that fails stops the others when their backend notices. With ``gloo`` that is at once if the
+    process ends: a ``RuntimeError`` in the middle of a step, of a connection closed by a peer, which names no record.
+    Where the process lives on, or the backend does not watch connections, it is after the group's timeout.
 
     Parameters
     ----------

@@ -119,7 +119,7 @@ def source_of(source: Source | Collection | Dataset | str | os.PathLike[str]) ->
         attached = collection.datasets[0].attached
         key = _key(collection)
         found = attached.get(key)
-        if found is None or found.collection.datasets != collection.datasets:
+        if not isinstance(found, Source) or found.collection.datasets != collection.datasets:
             found = attached[key] = Source(collection)
     return cast("Source", found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -270,6 +270,28 @@ class IndexReader:
                     raise make_error("E056", f"a name of record {record}", path=self._reader.path("index"))
                 return int(record)
         return None
+
+    def find_names(self, names: Sequence[str]) -> list[int | None]:
+        """As :meth:`find_name`, for many names: in half the time where each table is one part."""
+        if len(self.name_keys.parts) != 1 or len(self.names.parts) != 1:
+            return [self.find_name(name) for name in names]
+        totals = self._manifest.totals
+        lookup, table = self.name_keys.part(0).flat, self.names.part(0).flat
+        keys, slots, count = lookup["key"], lookup["slot"], len(lookup["key"])
+        ends, text, records = table["end"], table["bytes"], table["record"]
+        found: list[int | None] = []
+        for name in names:
+            encoded = name.encode("utf-8", "surrogatepass")
+            key = digests.name_key(encoded)
+            at = bisect_left(keys, key)
+            if at < count and keys[at] == key and slots[at] < totals.names:
+                slot = slots[at]
+                record = records[slot]
+                if text[ends[slot - 1] if slot else 0 : ends[slot]] == encoded and record < totals.records:
+                    found.append(record)
+                    continue
+            found.append(self.find_name(name))  # another name of this key, none, or an index that is refused
+        return found
 
     def names_of(self, record: int) -> list[str]:
         """Names of a record, in the order they were given."""

@@ -84,7 +84,8 @@ class OpenShard:
     def array(self) -> NDArray[np.uint8]:
         """The whole mapped file, ``[nbytes]``."""
         if self._array is None:
-            self._array = np.frombuffer(self.file.mapped, dtype=np.uint8)  # type: ignore[call-overload]  # asked of mapped shards
+            assert self.file.mapped is not None
+            self._array = np.frombuffer(self.file.mapped, dtype=np.uint8)
         return self._array
 
     def view(self, dtype: str) -> torch.Tensor:
