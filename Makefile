@@ -71,7 +71,9 @@ check: $(VENV)/.dev
 vectors: $(VENV)/.dev
 	scratch=$$(mktemp -d); trap 'rm -rf -- "$$scratch"' EXIT; \
 	$(BIN)/python spec/make_vectors.py "$$scratch/v1"; \
-	diff --recursive --brief spec/vectors/v1 "$$scratch/v1"
+	diff --recursive --brief spec/vectors/v1 "$$scratch/v1"; \
+	$(BIN)/python spec/make_order_vectors.py "$$scratch/order/v1.json"; \
+	diff --recursive --brief spec/vectors/order "$$scratch/order"
 
 # With the model named, a test that cannot find it fails instead of being skipped.
 test: check vectors $(MODEL)/config.json

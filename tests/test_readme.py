@@ -15,17 +15,53 @@ from kvformat.cli.app import app
 from tests.models import save_tiny
 
 
+def blocks(repository: Path) -> list[str]:
+    """The README's Python, block by block."""
+    return re.findall(r"```python\n(.*?)```", (repository / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def python(program: str, directory: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=directory,
+        timeout=240,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_quickstart(repository: Path, tmp_path: Path) -> None:
-    text = (repository / "README.md").read_text(encoding="utf-8")
-    start, more = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    start, more, _, _ = blocks(repository)
     assert len(start.splitlines()) <= 22
     checks = """
 assert nbytes == ds["clip-1"].component("k").nbytes * 2
 assert torch.equal(tensors["v"], ds["clip-1"].component("v"))
 assert same.names == ["clip-1"]
 """
-    subprocess.run([sys.executable, "-c", start + more + checks], cwd=tmp_path, check=True, timeout=120)
+    python(start + more + checks, tmp_path)
     assert (tmp_path / "out" / "quickstart" / "kvformat.json").is_file()
+
+
+def test_training_loop(repository: Path, tmp_path: Path) -> None:
+    """Stopped after each batch, it goes on as if it had not been."""
+    start, _, train, ways = blocks(repository)
+    python(start, tmp_path)
+    whole = python(train + "print('weights', model.query.sum().item())\n" + ways, tmp_path)
+    lines = [line.rpartition(" ")[0] for line in whole.splitlines()]  # without the time waited
+    assert len(lines) == 7  # 3 epochs of 2 batches, and the weights
+    (tmp_path / "out" / "checkpoint.pt").unlink()
+    stopping = train.replace("        print(", "        raise SystemExit(print(")
+    stopping = stopping.replace("loader.stats().wait_s)", "loader.stats().wait_s))")
+    assert stopping != train
+    found = []
+    for _ in range(6):
+        found += [line.rpartition(" ")[0] for line in python(stopping, tmp_path).splitlines()]
+    assert found == lines[:6]
+    end = python(train + "print('weights', model.query.sum().item())", tmp_path)
+    assert end.splitlines() == [whole.splitlines()[-1]]
 
 
 def test_commands(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,8 +83,9 @@ def lockstep(loader: Iterable[T], all_gather_object: AllGather) -> Iterator[T]:
     error in what it does with a batch.
 
     Without it, a rank that fails stops the others when their backend notices. With ``gloo`` that is at once if the
-    process ends: a ``RuntimeError`` in the middle of a step, of a connection closed by a peer, which names no record.
-    Where the process lives on, or the backend does not watch connections, it is after the group's timeout.
+    process ends, or destroys its group: a ``RuntimeError`` in the middle of a step, of a connection closed by a peer,
+    which names no record. Where the process lives on, or the backend does not watch connections, it is after the
+    group's timeout.
 
     Parameters
     ----------

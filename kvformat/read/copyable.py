@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvformat.errors import make_error
+from kvformat.read.shards import TOUCHED
 from kvformat.read.stored import StoredRecord
 from kvformat.spec import digests
 from kvformat.spec.layout import Placed, Placement
@@ -19,11 +20,14 @@ from kvformat.spec.layout import Placed, Placement
 if TYPE_CHECKING:
     from kvformat.storage.local_read import FileIdentity
 
-__all__ = ["CopyableRecord", "Proof"]
+__all__ = ["CopyableRecord", "Proof", "Wanted"]
 
 # Copied and hashed in one go: small enough that what was copied is still in the processor's cache.
 _GROUP_NBYTES = 1 << 18
 _POPULATE_READ = 22  # Linux 5.14; Python has no name for it
+
+Wanted = Sequence[tuple[str, Sequence[tuple[int, int]]]]
+"""By tensor, runs of (first slab, number of slabs)."""
 
 
 class Proof(NamedTuple):
@@ -153,8 +157,15 @@ class CopyableRecord(StoredRecord):
         level = self._dataset.level
         if shard.memory is None or level == 2 or (level == 1 and shard.checks.flags[self._slot] & bits != bits):
             return None
-        self._advise_once()
         return shard.array
+
+    def advise(self, wanted: Wanted) -> None:
+        """Have the system read ahead what is wanted, and no more, where nothing of the record was touched yet."""
+        steps = self._shard.checks.steps
+        if not steps[self._slot] & TOUCHED:
+            for start, nbytes in self._ranges(wanted):
+                self._advise(start, nbytes)
+            steps[self._slot] |= TOUCHED
 
     def pieces(self, placed: Placed, row: int, rows: int) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
         """Slabs ``row`` to ``row + rows`` of a tensor, verified just before they are given out.
@@ -167,7 +178,6 @@ class CopyableRecord(StoredRecord):
         """
         shard, level, slab = self._shard, self._dataset.level, placed.slab_nbytes
         flags = shard.checks.flags
-        self._advise_once()
         verified = level == 0 or (level == 1 and flags[self._slot] >> placed.bit & 1)
         first = self._offset + placed.offset
         if verified and shard.memory is not None:
@@ -195,20 +205,15 @@ class CopyableRecord(StoredRecord):
 
     # -- proofs for other processes ------------------------------------------------------------------------------
 
-    def prove(self, wanted: Sequence[tuple[str, Sequence[tuple[int, int]]]]) -> Proof:
-        """Verify tensors, and have their bytes in memory; what was verified, for another process.
-
-        Parameters
-        ----------
-        wanted
-            By tensor, runs of (first slab, number of slabs).
-        """
+    def prove(self, wanted: Wanted) -> Proof:
+        """Verify tensors, and have their bytes in memory; what was verified, for another process."""
+        self.advise(wanted)
         for name, runs in wanted:
             placed = self._placement.tensors[name]
             for row, rows in runs:
                 for _ in self.pieces(placed, row, rows):
                     pass
-        self._populate()
+        self._populate(wanted)
         checks = self._shard.checks
         if self._dataset.level == 2:
             return Proof(checks.identity, 0, ())
@@ -217,22 +222,45 @@ class CopyableRecord(StoredRecord):
         return Proof(checks.identity, checks.flags[self._slot], tuple((bit, done) for bit, done in slabs if done))
 
     def accept(self, proof: Proof) -> None:
-        """Count as verified what another process verified of this very file; of another file nothing is."""
+        """Count as verified what another process verified of this very file; of another file nothing is.
+
+        Nor of one that was written to meanwhile: the proof is of the bytes that were there.
+        """
         checks = self._shard.checks
         if checks.identity != proof.identity or self._dataset.level != 1:
             return
+        flags = checks.flags[self._slot]
+        news = {(self._slot, bit): done for bit, done in proof.slabs if not flags >> bit & 1}
+        news = {key: done for key, done in news.items() if done & ~checks.slabs.get(key, 0)}
+        if not (proof.flags & ~flags or news) or not self._shard.file.is_current():
+            return
         checks.flags[self._slot] |= proof.flags
-        for bit, done in proof.slabs:
-            key = (self._slot, bit)
+        for key, done in news.items():
             checks.slabs[key] = checks.slabs.get(key, 0) | done
 
-    def _populate(self) -> None:
-        """Have the record in the page cache, where the system has a call that waits for it."""
+    def _ranges(self, wanted: Wanted) -> Iterator[tuple[int, int]]:
+        """Start in the file and number of bytes of what is wanted; what lies together in one."""
+        start = end = 0
+        tensors = self._placement.tensors
+        for name, runs in sorted(wanted, key=lambda entry: tensors[entry[0]].offset):
+            placed = tensors[name]
+            for row, rows in sorted(runs):
+                begin = self._offset + placed.offset + row * placed.slab_nbytes
+                if begin != end:
+                    if end > start:
+                        yield start, end - start
+                    start = begin
+                end = begin + rows * placed.slab_nbytes
+        if end > start:
+            yield start, end - start
+
+    def _populate(self, wanted: Wanted) -> None:
+        """Have what is wanted in the page cache, where the system has a call that waits for it."""
         mapped = self._shard.file.mapped
-        if mapped is not None:
-            begin = self._offset // mmap.PAGESIZE * mmap.PAGESIZE
+        for start, nbytes in self._ranges(wanted) if mapped is not None else ():
+            begin = start // mmap.PAGESIZE * mmap.PAGESIZE
             with contextlib.suppress(OSError, ValueError):
-                mapped.madvise(_POPULATE_READ, begin, self._offset + self._placement.end - begin)
+                mapped.madvise(_POPULATE_READ, begin, start + nbytes - begin)  # type: ignore[union-attr]
 
 
 def _fitting(out: memoryview, nbytes: int, record: int) -> memoryview:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from kvformat.read.copyable import Wanted
+
 __all__ = ["IO", "LEVELS", "Dataset", "Place", "Verify"]
 
 Verify = Literal["first", "always", "off"]
@@ -290,7 +292,7 @@ class Dataset:
                         pass  # as above
         return self[key].copy_slab(writable_bytes(out), name, row)
 
-    def places(self, numbers: Sequence[int], bits: int) -> list[Place]:
+    def places(self, numbers: Sequence[int], bits: int, wanted: Wanted) -> list[Place]:
         """Where records lie, in one go: what packing many small records spends its time on.
 
         Parameters
@@ -299,6 +301,8 @@ class Dataset:
             Numbers of records.
         bits
             Tensors wanted, as :attr:`Placed.bit` numbers them.
+        wanted
+            What is wanted of them.
         """
         found: list[Place] = []
         listed, firsts, level = self.shards.listed, self.shards.firsts, self.level
@@ -312,6 +316,7 @@ class Dataset:
                     found.append((place[0], shard.array, place[1], None))
                     continue
             record = self[number]
+            record.advise(wanted)
             found.append((record.placement, record.proved(bits), record.start, record))
         return found
 

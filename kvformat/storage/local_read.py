@@ -82,6 +82,13 @@ class OpenFile:
                     )
                 done += count
 
+    def is_current(self) -> bool:
+        """Whether its path still leads to this very file, and the file was not written to since it was opened."""
+        try:
+            return _identity(os.stat(self.path, follow_symlinks=False)) == self.identity
+        except OSError:
+            return False
+
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -127,9 +134,6 @@ class LocalReader:
                     raise make_error("E003", "not a regular file", path=path)
                 if nbytes is not None and status.st_size != nbytes:
                     raise make_error("E005", f"{status.st_size} bytes, expected {nbytes}: restore the file", path=path)
-                identity = FileIdentity(
-                    status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-                )
                 mapped = None
                 if (self.use_mmap if use_mmap is None else use_mmap) and status.st_size:
                     try:
@@ -143,7 +147,7 @@ class LocalReader:
         if mapped is not None:
             os.close(fd)  # the mapping holds a descriptor of its own
             fd = -1
-        return OpenFile(fd, path, identity, mapped)
+        return OpenFile(fd, path, _identity(status), mapped)
 
     def read(self, name: str, *, nbytes: int | None = None, max_nbytes: int | None = None) -> bytes:
         """A whole file; E004 where it is larger than ``max_nbytes``."""
@@ -173,6 +177,10 @@ def sha256_of(file: OpenFile, nbytes: int, progress: Callable[[int], None] | Non
         if progress is not None:
             progress(len(block))
     return digest.digest()
+
+
+def _identity(status: os.stat_result) -> FileIdentity:
+    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
