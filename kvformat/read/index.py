@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -77,9 +79,11 @@ class _Table:
         if len(self.parts) == 1:
             return self.part(0).arrays[column][rows].astype(np.int64)
         holders = np.searchsorted(np.array(self.starts), rows, side="right") - 1
-        shape = self.part(int(holders[0]) if len(rows) else 0).arrays[column].shape[1:]
+        numbers: list[int] = np.unique(holders).tolist()
+        self._open_all([number for number in numbers if self._columns[number] is None])
+        shape = self.part(numbers[0] if numbers else 0).arrays[column].shape[1:]
         found = np.empty((len(rows), *shape), np.int64)
-        for number in np.unique(holders).tolist():
+        for number in numbers:
             chosen = holders == number
             found[chosen] = self.part(number).arrays[column][rows[chosen] - self.starts[number]]
         return found
@@ -91,6 +95,12 @@ class _Table:
     def path(self, number: int) -> str:
         """Full path of a part."""
         return self._reader.path(part_path(self.parts[number].sha256))
+
+    def _open_all(self, numbers: Sequence[int]) -> None:
+        """Open parts side by side: hashing ten million rows takes a third of a second on one core."""
+        if len(numbers) > 1:
+            with ThreadPoolExecutor(min(len(numbers), os.cpu_count() or 1), "kvformat-index") as pool:
+                list(pool.map(self._open, numbers))
 
     def _open(self, number: int) -> Columns:
         part = self.parts[number]
