@@ -68,11 +68,12 @@ class FixedCount:
 
     def batch(self, epoch: int, block: int, number: int) -> Numbers:
         """Items of a batch, in order."""
-        if self._kept is None or self._kept[0] != (epoch, block):
+        kept = self._kept  # once: iterations in other threads may put another block there
+        if kept is None or kept[0] != (epoch, block):
             start = block * self._per_block * self._size
             stop = min(start + self._per_block * self._size, self._length)
-            self._kept = (epoch, block), self._items(epoch, start, stop)
-        return self._kept[1][number * self._size : (number + 1) * self._size]
+            self._kept = kept = (epoch, block), self._items(epoch, start, stop)
+        return kept[1][number * self._size : (number + 1) * self._size]
 
 
 class TokenBudget:
@@ -131,7 +132,7 @@ class TokenBudget:
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
             if len(self._counts) > 2 * self.num_blocks:
-                self._counts = {key: count for key, count in self._counts.items() if key[0] == epoch}
+                self._counts = {key: count for key, count in list(self._counts.items()) if key[0] == epoch}
         return found
 
 

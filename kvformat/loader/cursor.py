@@ -8,12 +8,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvformat.errors import make_error
+from kvformat.spec import limits
 
 __all__ = ["MAX_EPOCHS", "STATE_FORMAT", "STATE_VERSION", "Cursor", "Draw", "Options", "State", "decode_state"]
 
 STATE_FORMAT = "kvformat.sampler"
 STATE_VERSION = 1
 MAX_EPOCHS = 1 << 32
+_ADVICE = "give what its `state_dict` returned"
 
 
 class Cursor(Struct, frozen=True, kw_only=True, order=True, forbid_unknown_fields=True):
@@ -90,7 +92,7 @@ class State(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: str
     version: int
     dataset: str
-    seed: int
+    seed: Annotated[int, Meta(ge=0, le=limits.MAX_INTEGER)]
     order: Options
     cursor: Cursor
 
@@ -117,15 +119,19 @@ def decode_state(state: object) -> State:
     UsageError
         E085 for what is no state, not whole, or of a version this one does not know.
     """
-    if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
-        raise make_error("E085", "not the state of a batch sampler: give what its `state_dict` returned")
-    version = state.get("version")
-    if version != STATE_VERSION:
-        raise make_error("E085", f"a state of version {version!r}; this release knows {STATE_VERSION}")
+    if not isinstance(state, dict):
+        raise make_error("E085", f"not the state of a batch sampler: {_ADVICE}")
     try:
-        return msgspec.convert(state, State, strict=True)
-    except msgspec.ValidationError as error:
-        raise make_error("E085", f"a damaged state: {error}") from None
+        # Whatever was put into it, from here on it holds what JSON can hold, and can be compared and named.
+        plain = msgspec.json.decode(msgspec.json.encode(state))
+        if plain.get("format") != STATE_FORMAT:
+            raise make_error("E085", f"not the state of a batch sampler: {_ADVICE}")
+        version = plain.get("version")
+        if version != STATE_VERSION:
+            raise make_error("E085", f"a state of version {version!r:.100}; this release knows {STATE_VERSION}")
+        return msgspec.convert(plain, State, strict=True)
+    except (msgspec.MsgspecError, TypeError, UnicodeError, OverflowError, RecursionError) as error:
+        raise make_error("E085", f"a damaged state: {error}: {_ADVICE}") from None
 
 
 def _draw(records: list[int], cursor: Cursor, slots: list[int] | None, padding: bool) -> Draw:  # noqa: FBT001 - pickle

@@ -50,10 +50,14 @@ class Iteration:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give out the rest of the epoch that the state's iteration was of: nothing, if it had come to its end."""
-        epoch = state.get("iterating")
-        cursor = self._sampler.resumed({name: value for name, value in state.items() if name != "iterating"})
-        if type(epoch) is not int or (cursor.epoch != epoch and cursor != Cursor.start_of(epoch + 1)):
-            raise make_error("E085", f"a damaged state: {cursor} in an iteration of epoch {epoch!r}")
+        given: object = state
+        own = dict(given) if isinstance(given, dict) else {}
+        epoch = own.pop("iterating", None)
+        cursor = self._sampler.resumed(own)
+        if type(epoch) is not int:
+            raise make_error("E085", "a state of no iteration: give what the loader's own `state_dict` returned")
+        if cursor.epoch != epoch and cursor != Cursor.start_of(epoch + 1):
+            raise make_error("E085", f"a damaged state: {cursor} in an iteration of epoch {epoch}")
         self._go_on(cursor, epoch)
 
     def _go_on(self, cursor: Cursor, epoch: int) -> None:

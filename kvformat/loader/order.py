@@ -133,8 +133,8 @@ class Order:
         slot = -1 if source is None else source
         windows = self._windows.get((slot, number))
         if windows is None:
-            for old in [known for known in self._windows if known[0] == slot]:
-                del self._windows[old]  # epochs come one after the other
+            for old in [known for known in list(self._windows) if known[0] == slot]:
+                self._windows.pop(old, None)  # epochs come one after the other; or several threads come here
             ends = self._shard_ends(source)
             shards = permute(np.arange(len(ends)), len(ends), self._seed("shards", source, number))
             windows = self._windows[slot, number] = _Windows(ends, shards, self._window)

@@ -20,8 +20,8 @@ __all__ = ["lockstep", "open_across"]
 T = TypeVar("T")
 
 _MOST_TEXT = 2_000  # characters of an error that travel
-_OK = ("ok",)
-_END = ("end",)
+_OK = ("ok", None, None, None)
+_END = ("end", None, None, None)
 
 
 def open_across(location: str | os.PathLike[str], all_gather_object: AllGather, **options: Any) -> Dataset:
@@ -63,7 +63,7 @@ def open_across(location: str | os.PathLike[str], all_gather_object: AllGather, 
         opened = open_dataset(location, **options)
     except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks must not wait for this one
         opened = error
-    own = _failure(opened) if isinstance(opened, Exception) else ("ok", opened.id)
+    own = _failure(opened) if isinstance(opened, Exception) else ("ok", opened.id, None, None)
     told = _exchange(all_gather_object, "open", own, error=opened if isinstance(opened, Exception) else None)
     if isinstance(opened, Exception):
         raise opened
@@ -167,9 +167,13 @@ def lockstep(loader: Iterable[T], all_gather_object: AllGather) -> Iterator[T]:
 
 def _failure(error: Exception) -> tuple[str, str, str | None, str | int | None]:
     """What travels of an error: text, code, record."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 -- an error that cannot say what it is must be told all the same
+        text = "without a text"
     if isinstance(error, KVFormatError):
-        return "error", str(error)[:_MOST_TEXT], error.code, error.record
-    return "error", f"{type(error).__name__}: {error}"[:_MOST_TEXT], None, None
+        return "error", text[:_MOST_TEXT], error.code, error.record
+    return "error", f"{type(error).__name__}: {text}"[:_MOST_TEXT], None, None
 
 
 def _exchange(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Iterator
 from operator import index
 from typing import Any, Literal, SupportsIndex, get_args
@@ -69,7 +70,8 @@ class BatchSampler:
     oversize
         A record of more than ``max_tokens`` is an error, or a micro-batch of its ``"own"``.
     rank, world_size
-        By default ``RANK`` and ``WORLD_SIZE`` of the environment, else 0 of 1.
+        By default ``RANK`` and ``WORLD_SIZE`` of the environment, else 0 of 1. Leave the loader out of what divides
+        batches among ranks by itself, as accelerate's ``prepare`` does: they would be divided twice.
 
     Raises
     ------
@@ -104,15 +106,18 @@ class BatchSampler:
     ) -> None:
         if (batch_size is None) == (max_tokens is None):
             raise make_error("E081", "give one of batch_size and max_tokens")
-        _one_of("shuffle", shuffle, Shuffle)
-        _one_of("over", over, Over)
-        _one_of("last_step", last_step, LastStep)
-        _one_of("oversize", oversize, Oversize)
-        _integer("seed", seed, 0, limits.MAX_INTEGER)
-        _integer("window_shards", window_shards, 1, limits.MAX_SHARDS)
-        for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens), ("max_records", max_records)):
-            if value is not None:
-                _integer(name, value, 1, limits.MAX_INTEGER)
+        if not isinstance(drop_last, bool):
+            raise make_error("E081", f"drop_last is True or False; found {drop_last!r}")
+        shuffle = _one_of("shuffle", shuffle, Shuffle)
+        over = _one_of("over", over, Over)
+        last_step = _one_of("last_step", last_step, LastStep)
+        oversize = _one_of("oversize", oversize, Oversize)
+        seed = _integer("seed", seed, 0, limits.MAX_INTEGER)
+        window_shards = _integer("window_shards", window_shards, 1, limits.MAX_SHARDS)
+        batch_size, max_tokens, max_records = (
+            None if value is None else _integer(name, value, 1, limits.MAX_INTEGER)
+            for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens), ("max_records", max_records))
+        )
         if max_tokens is None and max_records is not None:
             raise make_error("E081", "max_records goes with max_tokens; with batch_size it says nothing")
         if max_tokens is not None and drop_last:
@@ -121,7 +126,7 @@ class BatchSampler:
         if num_samples is not None:
             if self.collection.weights is None:
                 raise make_error("E081", "num_samples goes with a mix; any other epoch has all items once")
-            _integer("num_samples", num_samples, 1, limits.MAX_RECORDS)
+            num_samples = _integer("num_samples", num_samples, 1, limits.MAX_RECORDS)
         self.rank, self.world_size = _ranks(rank, world_size)
         self.seed = seed
         self.options = Options(
@@ -170,7 +175,7 @@ class BatchSampler:
         UsageError
             E081 for anything but an integer from 0 to 2^32 - 1.
         """
-        _integer("epoch", epoch, 0, MAX_EPOCHS - 1)
+        epoch = _integer("epoch", epoch, 0, MAX_EPOCHS - 1)
         self._running = None
         if epoch != self.start.epoch:
             self.start = Cursor.start_of(epoch)
@@ -183,6 +188,7 @@ class BatchSampler:
         after
             The batch that was consumed last, or anything else with its ``cursor``. Without it, the state is that after
             the batch this sampler gave out last, which with workers or prefetching is ahead of what was consumed.
+            It counts all batches drawn before that one as consumed, so a DataLoader must not have ``in_order=False``.
 
         Raises
         ------
@@ -262,7 +268,7 @@ class BatchSampler:
             if self._last_step == "drop" and seek(at, 2 * world - 1) is None:
                 after = None
             return self._sequence.draw(mine, cursor=after or end, padding=False)
-        left = next(number for number in range(world) if seek(at, number) is None)
+        left = bisect_left(range(world), x=True, key=lambda number: seek(at, number) is None)
         if self._last_step == "pad" and left:
             place = mine or seek(at, self.rank % left)
             assert place is not None
@@ -276,20 +282,28 @@ class BatchSampler:
         return None
 
 
-def _one_of(name: str, value: object, kind: Any) -> None:
-    if value not in get_args(kind):
-        raise make_error("E081", f"{name} is one of {', '.join(get_args(kind))}; found {value!r}")
+def _one_of(name: str, value: object, kind: Any) -> Any:
+    for option in get_args(kind):
+        if isinstance(value, str) and value == option:
+            return option  # itself: a string of another class may look the same, but is not encoded so
+    raise make_error("E081", f"{name} is one of {', '.join(get_args(kind))}; found {value!r}")
 
 
-def _integer(name: str, value: object, least: int, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+def _integer(name: str, value: object, least: int, most: int) -> int:
+    try:
+        found = _whole(value)
+    except TypeError:
+        found = None
+    if found is None or not least <= found <= most:
         raise make_error("E081", f"{name} is an integer from {least:,} to {most:,}; found {value!r}")
+    return found
 
 
 def _whole(value: object) -> int:
+    """An ``int`` of what is one, numpy's included."""
     if not isinstance(value, SupportsIndex) or isinstance(value, bool):
         raise TypeError
-    return index(value)
+    return int(index(value))
 
 
 def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -300,9 +314,14 @@ def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
             found.append(int(text) if isinstance(text, str) else _whole(text))
         except (TypeError, ValueError):
             raise make_error("E081", f"{name.lower()} is an integer; found {text!r}") from None
-    if not 0 <= found[0] < found[1]:
+    if not 0 <= found[0] < found[1] <= limits.MAX_INTEGER:
         raise make_error(
             "E081",
             f"rank {found[0]} of a world of {found[1]}: give rank and world_size, or set RANK and WORLD_SIZE",
+        )
+    if found[1] > 1 and rank is None and "RANK" not in os.environ:
+        # Else every process would take itself for rank 0, and train on the same batches.
+        raise make_error(
+            "E081", f"a world of {found[1]}, but of which rank this is nothing says: give rank, or set RANK"
         )
     return found[0], found[1]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import index
 from threading import Lock
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, SupportsIndex
 
 import torch
 
@@ -96,8 +97,9 @@ class LayerStager:
         self, batch: LayeredBatch, device: str | int | torch.device, depth: int = 2, *, mover: Mover | None = None
     ) -> None:
         given: object = depth
-        if not isinstance(given, int) or given < 1:
+        if not isinstance(given, SupportsIndex) or isinstance(given, bool) or index(given) < 1:
             raise make_error("E081", f"depth must be an integer of at least 1, found {depth!r}")
+        depth = min(index(given), max(1, len(batch.layers)))
         self._mover = mover or _mover(batch, device, depth)
         self._components = dict(batch.components)
         self._batch: LayeredBatch | None = batch
@@ -142,7 +144,10 @@ class LayerStager:
         with self._lock:
             if self._closed:
                 raise make_error("E081", "the stager is closed: make one for each batch", layer=layer)
-            position = self._positions.get(layer)
+            try:
+                position = self._positions.get(layer)
+            except TypeError:  # a list, say
+                position = None
             if position is None:
                 raise make_error("E081", f"the batch has no layer {layer!r}; it holds {list(self._layers)}")
             wanted = self._sweep.visit(position)
@@ -160,10 +165,12 @@ class LayerStager:
             return
         with self._lock:
             self._closed = True
-            self._mover.close()
-            self._held.clear()
-            self._components = {}
-            self._batch = None
+            try:
+                self._mover.close()
+            finally:
+                self._held.clear()
+                self._components = {}
+                self._batch = None
 
     def __enter__(self) -> Self:
         return self

@@ -32,7 +32,8 @@ def exchange(
     call
         What is exchanged, which must be the same on every rank.
     message
-        Strings, numbers and None alone: any version of this library, and of Python, can unpickle them.
+        Strings, numbers and None alone: any version of this library, and of Python, can unpickle them. For a call,
+        always as many.
 
     Raises
     ------
@@ -43,14 +44,22 @@ def exchange(
     """
     own = ("kvformat", call, *message)
     received: object = all_gather_object(own)
-    if not isinstance(received, Sequence) or isinstance(received, str) or own not in received:
+    if (
+        not isinstance(received, Sequence)
+        or isinstance(received, str | bytes)
+        or own not in [one for one in received if _is_message(one)]
+    ):
         raise make_error(
             "E081",
             "all_gather_object must return the objects of all ranks, in rank order, this rank's among them; found "
             f"{received!r:.200}. For torch.distributed: found = [None] * get_world_size(); "
             "all_gather_object(found, obj); return found",
         )
-    astray = [rank for rank, one in enumerate(received) if not (isinstance(one, tuple) and one[:2] == own[:2])]
+    astray = [
+        rank
+        for rank, one in enumerate(received)
+        if not (_is_message(one) and one[:2] == own[:2] and len(one) == len(own))
+    ]
     if astray:
         others = f"{named(astray)} sent {received[astray[0]]!r:.200}"
         raise make_error(
@@ -60,6 +69,11 @@ def exchange(
             path=path,
         )
     return [one[2:] for one in received]
+
+
+def _is_message(given: object) -> bool:
+    """Whether it has the form of what is sent: only then may it be compared, as an array says no yes or no."""
+    return isinstance(given, tuple) and all(part is None or isinstance(part, str | int) for part in given)
 
 
 def refuse_different(ids: Sequence[str], *, path: str) -> None:

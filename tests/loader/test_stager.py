@@ -83,7 +83,7 @@ def test_components_of_some_layers() -> None:
     assert torch.equal(stager[2].key, batch.components["k"][1])
 
 
-@pytest.mark.parametrize("layer", [-1, 1, 10, "0", None, 0.5])
+@pytest.mark.parametrize("layer", [-1, 1, 10, "0", None, 0.5, [0]])
 def test_layers_the_batch_does_not_hold(layer) -> None:
     stager = LayerStager(Layered(SHARED), "cpu")
     with pytest.raises(UsageError, match=r"\[E081\].*no layer.*\[0, 2, 3, 5, 6, 9\]"):
@@ -91,7 +91,7 @@ def test_layers_the_batch_does_not_hold(layer) -> None:
     assert stager[0].layer == 0
 
 
-@pytest.mark.parametrize("depth", [0, -1, 1.5, "2", None])
+@pytest.mark.parametrize("depth", [0, -1, 1.5, "2", None, True])
 def test_a_depth_must_be_a_positive_integer(depth) -> None:
     with pytest.raises(UsageError, match=r"\[E081\].*depth"):
         LayerStager(several(2), "cpu", depth)
