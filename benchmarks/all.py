@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-SCRIPTS = ("handles", "read", "slab", "open_million", "write")
+SCRIPTS = ("handles", "read", "slab", "open_million", "write", "loader", "sampler")
 
 
 def main(

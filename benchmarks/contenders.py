@@ -154,7 +154,9 @@ def opened(
 def reason(error: BaseException) -> str:
     """One line saying what went wrong and where."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+    # What failed in a worker process brings its traceback along: its last line says what it was.
+    said = (str(error).strip().splitlines() or [""])[-1]
+    return f"{type(error).__name__}: {said} ({Path(place.filename).name}:{place.lineno})"
 
 
 def check_records(corpus: Corpus, destination: peers.Destination) -> Callable[[peers.Reader], None]:

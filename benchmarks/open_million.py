@@ -117,7 +117,7 @@ def measure_kvformat(path: Path, count: int, *, verified: bool) -> dict[str, flo
     kvformat.open  # noqa: B018 - imports what opening needs, before anything is timed
     numbers = _numbers(count)
     names, documents = [name_of(n) for n in numbers], [document_of(n) for n in numbers]
-    before = _anonymous()
+    before = anonymous_nbytes()
     seconds, dataset = _timed(lambda: kvformat.open(path))
     touched = seconds
     if verified:
@@ -141,7 +141,7 @@ def measure_kvformat(path: Path, count: int, *, verified: bool) -> dict[str, flo
     result["first_lookup_us"] = (first_name + first_document) / 2 * 1e6
     result["name_us"] = _lookups(find_name, names, numbers)
     result["document_us"] = _lookups(find_document, documents, numbers)
-    result["anonymous_mb"] = (_anonymous() - before) / 1e6
+    result["anonymous_mb"] = (anonymous_nbytes() - before) / 1e6
     return result
 
 
@@ -150,7 +150,7 @@ def measure_lmdb(path: Path, count: int) -> dict[str, float]:
 
     numbers = _numbers(count)
     names = [name_of(n) for n in numbers]
-    before = _anonymous()
+    before = anonymous_nbytes()
 
     def opening() -> Any:
         database = lmdb.open(str(path), readonly=True, lock=False, readahead=False)
@@ -163,7 +163,7 @@ def measure_lmdb(path: Path, count: int) -> dict[str, float]:
 
     first = _timed(lambda: find(names[0]))[0]
     result = {"open_ms": seconds * 1e3, "first_lookup_us": first * 1e6, "name_us": _lookups(find, names, numbers)}
-    result["anonymous_mb"] = (_anonymous() - before) / 1e6
+    result["anonymous_mb"] = (anonymous_nbytes() - before) / 1e6
     transaction.abort()
     database.close()
     return result
@@ -174,7 +174,7 @@ def measure_json(path: Path, count: int) -> dict[str, float]:
 
     numbers = _numbers(count)
     names = [name_of(n) for n in numbers]
-    before = _anonymous()
+    before = anonymous_nbytes()
 
     def opening() -> dict[str, int]:
         # The quickest decoder there is, and a dict for finding names.
@@ -183,7 +183,7 @@ def measure_json(path: Path, count: int) -> dict[str, float]:
 
     seconds, found = _timed(opening)
     result = {"open_ms": seconds * 1e3, "name_us": _lookups(found.__getitem__, names, numbers)}
-    result["anonymous_mb"] = (_anonymous() - before) / 1e6
+    result["anonymous_mb"] = (anonymous_nbytes() - before) / 1e6
     return result
 
 
@@ -216,7 +216,7 @@ def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def _anonymous() -> int:
+def anonymous_nbytes() -> int:
     """Anonymous memory of this process in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("RssAnon"):

@@ -14,7 +14,7 @@ from benchmarks.memory import page_aligned
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LARGE", "SHAPES", "SMALL", "Corpus", "Record", "Shape"]
+__all__ = ["LARGE", "SHAPES", "SMALL", "Corpus", "Outline", "Record", "Shape"]
 
 _POOL_ITEMS = 1 << 24
 _ITEM_NBYTES = 2
@@ -115,6 +115,26 @@ class Record:
         return k, v
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """A corpus without its bytes: what a reader in another process has to know.
+
+    Parameters
+    ----------
+    nbytes_of
+        Payload bytes of each record.
+    dims
+        Shape of ``k``, and of ``v``, of each record.
+    """
+
+    shape: Shape
+    nbytes_of: list[int]
+    dims: list[tuple[int, int, int, int]]
+
+    def __len__(self) -> int:
+        return len(self.nbytes_of)
+
+
 class Corpus:
     """All records of a shape in one block of anonymous memory, each record's payload contiguous.
 
@@ -148,6 +168,15 @@ class Corpus:
     def nbytes(self) -> int:
         """Payload bytes of all records."""
         return self.blob.nbytes
+
+    @property
+    def dims(self) -> list[tuple[int, int, int, int]]:
+        """Shape of ``k``, and of ``v``, of each record."""
+        return [record.dims for record in self.records]
+
+    def outline(self) -> Outline:
+        """The corpus without its bytes."""
+        return Outline(shape=self.shape, nbytes_of=self.nbytes_of, dims=self.dims)
 
     @property
     def max_nbytes(self) -> int:

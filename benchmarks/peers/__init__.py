@@ -1,7 +1,8 @@
 """Other ways to store the same records. A peer is a module with ``NAME``, ``NOTE``, ``write`` and ``open_reader``.
 
 ``write(path, records, purpose)`` leaves the records durable: what the library does not sync itself is synced here and
-counted. ``open_reader(path, corpus, purpose)`` returns a :class:`Reader`. Each peer is set up the way that is fastest
+counted. ``open_reader(path, corpus, purpose)`` returns a :class:`Reader`; where the library has a training loader,
+``open_loader`` returns that (:mod:`benchmarks.loaders`). Each peer is set up the way that is fastest
 for these operations; where its interface forces a copy on the way, it pays for it and its note says so.
 """
 
@@ -19,7 +20,7 @@ from benchmarks.memory import page_aligned
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from benchmarks.shapes import Corpus, Record
+    from benchmarks.shapes import Corpus, Outline, Record
 
 __all__ = ["PEERS", "Destination", "Peer", "Purpose", "Reader", "ReaderBase", "load", "memmove", "sync_tree"]
 
@@ -34,8 +35,9 @@ PEERS = (
     "memmap",
 )
 
-Purpose = Literal["read", "slab", "write"]
-"""What is measured: whole records read, single layers read, or writing. A peer may lay its data out for it."""
+Purpose = Literal["read", "slab", "write", "load"]
+"""What is measured: whole records read, single layers read, writing, or a training loader. A peer may lay its data out
+for it."""
 
 memmove = ctypes.memmove
 memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -56,6 +58,9 @@ class Reader(Protocol):
 
     def views(self, index: int) -> Any:
         """K and V of a record in the cheapest form the library has; views of its storage where it can."""
+
+    def views_of(self, numbers: Sequence[int]) -> list[Any]:
+        """:meth:`views` of several records, in the quickest way the library has for that."""
 
     def copy_record(self, index: int, destination: Destination) -> int:
         """Copy K then V of a record to the start of ``destination``; the number of bytes."""
@@ -83,10 +88,18 @@ class Peer(Protocol):
 class ReaderBase:
     """Sizes every reader needs, known from the corpus as a trainer would know them from its own index."""
 
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: Corpus | Outline) -> None:
         self.num_layers = corpus.shape.num_layers
         self.nbytes_of = corpus.nbytes_of
-        self.dims = [record.dims for record in corpus.records]
+        self.dims = corpus.dims
+
+    def views(self, index: int) -> Any:
+        """As :meth:`Reader.views`."""
+        raise NotImplementedError
+
+    def views_of(self, numbers: Sequence[int]) -> list[Any]:
+        """As :meth:`Reader.views_of`."""
+        return [self.views(number) for number in numbers]
 
     def close(self) -> None:
         """Nothing is held."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pyarrow as pa
 
-__all__ = ["as_array", "single_value"]
+__all__ = ["all_values", "as_array", "single_value"]
 
 
 def as_array(payload: np.ndarray) -> pa.Array:
@@ -19,3 +21,11 @@ def single_value(array: pa.Array) -> memoryview:
     _, offsets, data = array.buffers()
     start, end = np.frombuffer(offsets, dtype=np.int64, count=2, offset=array.offset * 8).tolist()
     return memoryview(data).cast("B")[start:end]
+
+
+def all_values(array: pa.Array) -> list[memoryview]:
+    """The bytes of each value of a large_binary array, views."""
+    _, offsets, data = array.buffers()
+    ends = np.frombuffer(offsets, dtype=np.int64, count=len(array) + 1, offset=array.offset * 8).tolist()
+    view = memoryview(data).cast("B")
+    return [view[start:end] for start, end in pairwise(ends)]

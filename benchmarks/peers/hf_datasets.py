@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 NAME = "HF datasets"
 NOTE = "mapped Arrow, format 'arrow', value taken as a buffer; no checksum"
 
+LOADER_NOTE = "torch's DataLoader, format 'arrow', packed in the worker; the format 'torch' converts and was slower"
+
 
 def write(path: Path, records: Sequence[Record], purpose: Purpose) -> None:  # noqa: ARG001 - one layout serves all
     features = Features({"kv": Value("large_binary")})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +12,18 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.peers import Destination, Purpose, ReaderBase, sync_tree
-from benchmarks.peers._arrow import as_array, single_value
+from benchmarks.peers._arrow import all_values, as_array, single_value
 
 if TYPE_CHECKING:
     from benchmarks.shapes import Corpus, Record, Shape
 
+# It says so at every fork of a process that imported it; forks that use it are not made here.
+warnings.filterwarnings("ignore", message="lance is not fork-safe")
+
 NAME = "Lance"
 NOTE = "take([i]) into fresh memory, threads of its own; layers of long records as blobs; no checksum"
+LOADER_NOTE = "DataLoader over take(batch) in spawned workers, packed there; get_safe_loader makes Python objects"
+CONTEXT = "spawn"  # its threads do not survive a fork; its own get_safe_loader spawns too
 _LARGE_TOKEN_NBYTES = 1 << 16
 
 
@@ -32,7 +38,7 @@ def write(path: Path, records: Sequence[Record], purpose: Purpose) -> None:
     metadata = {"lance-encoding:blob": "true"} if blob else None
     schema = pa.schema([pa.field("kv", pa.large_binary(), metadata=metadata)])
     # Format 2.0 writes fastest and takes small rows fastest, 2.2 takes large rows fastest; blobs need the default.
-    version = "2.2" if purpose == "read" and shape.token_nbytes > _LARGE_TOKEN_NBYTES else "2.0"
+    version = "2.2" if purpose in {"read", "load"} and shape.token_nbytes > _LARGE_TOKEN_NBYTES else "2.0"
 
     def batches() -> Iterator[pa.RecordBatch]:
         for record in records:
@@ -55,6 +61,15 @@ class _Lance(ReaderBase):
     def views(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         both = np.frombuffer(self._value(index), dtype=np.uint16).reshape(2, *self.dims[index])
         return both[0], both[1]
+
+    def views_of(self, numbers: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        column = self._dataset.take(list(numbers), columns=["kv"]).column(0)
+        values = (value for chunk in column.chunks for value in all_values(chunk))
+        found = []
+        for number, value in zip(numbers, values, strict=True):
+            both = np.frombuffer(value, dtype=np.uint16).reshape(2, *self.dims[number])
+            found.append((both[0], both[1]))
+        return found
 
     def copy_record(self, index: int, destination: Destination) -> int:
         value = self._value(index)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from litdata import StreamingDataset
+from litdata import StreamingDataLoader, StreamingDataset
 from litdata.streaming.cache import Cache
 
 from benchmarks.peers import Destination, Purpose, ReaderBase, sync_tree
+from benchmarks.peers._loading import Batch, Collate, loader_options
 
 if TYPE_CHECKING:
-    from benchmarks.shapes import Corpus, Record
+    from benchmarks.shapes import Corpus, Outline, Record
 
 NAME = "LitData"
 NOTE = "StreamingDataset[i], bytes item, mapped chunk, batch_decode=0; no checksum"
+LOADER_NOTE = "StreamingDataLoader(StreamingDataset(shuffle=True)), shuffles chunks, then items; packed in the worker"
+REPEATED = True
 # Offsets are 32 bits wide, so a chunk stays below 4 GiB. Reading is quickest with everything in one mapping, writing
-# with small chunks, whose memory is reused.
-_CHUNK_NBYTES: dict[Purpose, int] = {"read": 1 << 30, "slab": 1 << 30, "write": 1 << 26}
+# with small chunks, whose memory is reused, loading with something between.
+_CHUNK_NBYTES: dict[Purpose, int] = {"read": 1 << 30, "slab": 1 << 30, "write": 1 << 26, "load": 1 << 28}
 
 
 def write(path: Path, records: Sequence[Record], purpose: Purpose) -> None:
@@ -61,3 +64,23 @@ class _LitData(ReaderBase):
 
 def open_reader(path: Path, corpus: Corpus, purpose: Purpose) -> _LitData:  # noqa: ARG001 - one reader serves all
     return _LitData(path, corpus)
+
+
+class _Loader:
+    """One epoch over what was written as often as a round reads it, so that it does not start over in between."""
+
+    def __init__(self, path: Path, corpus: Outline, *, batch_size: int, num_workers: int) -> None:
+        dataset = StreamingDataset(str(path / "lit"), shuffle=True, batch_decode=0)
+        self._loader: Any = StreamingDataLoader(
+            dataset, batch_size=batch_size, collate_fn=Collate(corpus.shape), **loader_options(num_workers)
+        )
+
+    def batches(self, order: Sequence[Sequence[int]]) -> Iterator[Batch]:  # noqa: ARG002 - it has an order of its own
+        yield from self._loader
+
+    def close(self) -> None:
+        self._loader = None
+
+
+def open_loader(path: Path, corpus: Outline, *, batch_size: int, epochs: int, num_workers: int) -> _Loader:  # noqa: ARG001 - written so often
+    return _Loader(path, corpus, batch_size=batch_size, num_workers=num_workers)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.peers import Destination, Purpose, ReaderBase, sync_tree
+from benchmarks.peers._loading import Batch, Collate, loader_options
 
 if TYPE_CHECKING:
-    from benchmarks.shapes import Corpus, Record
+    from benchmarks.shapes import Corpus, Outline, Record
 
 NAME = "MosaicML streaming"
 NOTE = "MDS bytes, no hash; every read opens the shard and copies twice; layers: a sample each"
+LOADER_NOTE = "StreamingDataLoader(StreamingDataset(shuffle=True)), shuffled in blocks; packed in the worker"
 _SHARD_NBYTES = 1 << 26
 
 
@@ -48,7 +50,7 @@ def _torchvision() -> None:
 
 
 _torchvision()
-from streaming import LocalDataset, MDSWriter  # noqa: E402 - after torchvision was looked at
+from streaming import LocalDataset, MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402 - after torchvision was looked at
 
 
 def write(path: Path, records: Sequence[Record], purpose: Purpose) -> None:
@@ -87,3 +89,29 @@ class _Mosaic(ReaderBase):
 
 def open_reader(path: Path, corpus: Corpus, purpose: Purpose) -> _Mosaic:  # noqa: ARG001 - as many samples as were written
     return _Mosaic(path, corpus)
+
+
+class _Collate(Collate):
+    def __call__(self, items: Sequence[Any]) -> Batch:
+        return super().__call__([item["kv"] for item in items])
+
+
+class _Loader:
+    def __init__(self, path: Path, corpus: Outline, *, batch_size: int, epochs: int, num_workers: int) -> None:
+        # One epoch of all that a round reads, so that it does not start over in between.
+        self._dataset = StreamingDataset(
+            local=str(path / "mds"), shuffle=True, batch_size=batch_size, epoch_size=epochs * len(corpus)
+        )
+        self._loader: Any = StreamingDataLoader(
+            self._dataset, batch_size=batch_size, collate_fn=_Collate(corpus.shape), **loader_options(num_workers)
+        )
+
+    def batches(self, order: Sequence[Sequence[int]]) -> Iterator[Batch]:  # noqa: ARG002 - it has an order of its own
+        yield from self._loader
+
+    def close(self) -> None:
+        self._loader = self._dataset = None
+
+
+def open_loader(path: Path, corpus: Outline, *, batch_size: int, epochs: int, num_workers: int) -> _Loader:
+    return _Loader(path, corpus, batch_size=batch_size, epochs=epochs, num_workers=num_workers)
