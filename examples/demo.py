@@ -25,12 +25,14 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a directory: nothing is to be fetched
 
 import torch
+from attention import rows as attention_rows
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import kvformat
 from kvformat import extract
+from kvformat.loader import BatchSampler, KVLoader
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHORTEST, LONGEST = 160, 600
@@ -163,6 +165,8 @@ class Comparison:
 
     Attributes
     ----------
+    model
+        The live model.
     differing
         What differed: record and tensor.
     recompute_s
@@ -177,6 +181,7 @@ class Comparison:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto").eval()
         fresh = kvformat.open(dataset.location, expected_id=dataset.id, verify="first")
+        self.model = model
         self.differing: list[str] = []
         times: dict[str, list[float]] = {"recompute": [], "first": [], "load": []}
         self.values = 0
@@ -237,6 +242,20 @@ def read_rates(dataset: kvformat.Dataset, order: list[int]) -> dict[str, str]:
     }
 
 
+def training_rate(dataset: kvformat.Dataset) -> str:
+    """Rate of an epoch of packed batches in shuffled order, of several that ran."""
+    loader = KVLoader(dataset, BatchSampler(dataset, batch_size=8, seed=SEED), layout="packed")
+    rates = []
+    for _ in range(6):
+        before, begun = loader.stats().nbytes, time.perf_counter()
+        for batch in loader:
+            del batch
+        rates.append((loader.stats().nbytes - before) / (time.perf_counter() - begun) / 1e9)
+    stats = loader.stats()
+    copies = stats.nbytes_copied / stats.nbytes
+    return f"{statistics.median(rates[1:]):.1f} GB/s (KVLoader, 8 records each, packed, {copies:.0f} copy a byte)"
+
+
 def show(title: str, rows: dict[str, str], console: Console) -> None:
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
@@ -284,6 +303,8 @@ def main(arguments: list[str] | None = None) -> int:
     compared = Comparison(dataset, texts, given.model, chosen)
     lengths = sorted(record.num_tokens for record in dataset)
     spread = f"{lengths[0]} to {lengths[-1]}, median {statistics.median(lengths):.0f}"
+    attention, wrong = attention_rows(dataset, compared.model, chosen)
+    compared.differing += wrong
     rows = {
         "records": f"{len(dataset):,}",
         "tokens": f"{dataset.num_tokens:,} ({spread} a record)",
@@ -299,6 +320,8 @@ def main(arguments: list[str] | None = None) -> int:
         "against the live model": f"DIFFERENT: {', '.join(compared.differing)}"
         if compared.differing
         else f"{len(chosen)} random records equal bit for bit ({compared.values:,} values of K and V)",
+        **attention,
+        "training batches": training_rate(dataset),
         "all of it took": f"{time.perf_counter() - begun:.0f} s",
     }
     show(f"{given.model.name} over paragraphs of installed packages", rows, console)
