@@ -262,7 +262,10 @@ def _gatherers(entry: Open, corpus: Corpus, packing: Packing, order: Order) -> I
         for kind in ("name", "number"):
             gather = kvformat_gather(entry.reader.dataset, corpus, kind)
             loaders.check(_each(gather), corpus, PLANS[corpus.shape.name]._replace(epochs=1))
-            run = consume(_each(gather), corpus.shape.token_nbytes)
+
+            def run(order: Order, gather: Callable[[Sequence[int]], Delivered] = gather) -> int:
+                return sum(_nbytes(gather(numbers)) for numbers in order)
+
             name = titled(f"kvformat gather by {kind}", entry.verify)
             yield Contender(name=name, run=run, verify=entry.verify)
         return
@@ -279,6 +282,10 @@ def _gatherers(entry: Open, corpus: Corpus, packing: Packing, order: Order) -> I
         return sum(pack(numbers).nbytes for numbers in order)
 
     yield Contender(name=entry.name, run=run_peer, verify=entry.verify, note=entry.note)
+
+
+def _nbytes(batch: Delivered) -> int:
+    return batch.k.nbytes + batch.v.nbytes
 
 
 def _each(gather: Callable[[Sequence[int]], Delivered]) -> Stream:

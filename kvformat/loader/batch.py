@@ -9,9 +9,9 @@ import numpy as np
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.loader.cursor import Cursor
-from kvformat.loader.layouts import HF, BatchLayout, Padded
+from kvformat.loader.layouts import HF, BatchLayout, Packed, Padded
 from kvformat.loader.pack import Content, pack
-from kvformat.loader.source import Source, find_source
+from kvformat.loader.source import Origin, Source, find_source
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ class Batch:
 
     def __init__(
         self,
-        source: Source,
+        source: Source | Origin,
         records: Sequence[int],
         layout: BatchLayout,
         *,
@@ -57,7 +57,7 @@ class Batch:
         proofs: Sequence[Proof] | None = None,
         error: KVFormatError | None = None,
     ) -> None:
-        self._source = source
+        self._origin = source
         self.records = list(records)
         self.layout = layout
         self.cursor = cursor
@@ -67,6 +67,13 @@ class Batch:
         self._error = error
         self._content: Content | None = None
         self._names: list[str] | None = None
+
+    @property
+    def _source(self) -> Source:
+        # Opened when it is needed: a batch is unpickled where an error would end a DataLoader without its class.
+        if not isinstance(self._origin, Source):
+            self._origin = find_source(self._origin)
+        return self._origin
 
     # -- how it is made --------------------------------------------------------------------------------------------
 
@@ -92,7 +99,7 @@ class Batch:
         if self._error is None:
             try:
                 self.pack(pin_memory=True)
-            except KVFormatError as error:  # in that thread it would end the loader without a word
+            except KVFormatError as error:  # on its way out of that thread its class would be lost
                 self._error = error
         return self
 
@@ -110,9 +117,9 @@ class Batch:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        origin = self._origin
         state = (
-            self._source.key,
-            self._source.packed,
+            origin.origin if isinstance(origin, Source) else origin,
             self.records,
             self.layout,
             self.cursor,
@@ -135,6 +142,9 @@ class Batch:
         return self._content
 
     # -- what it is --------------------------------------------------------------------------------------------------
+
+    __iter__ = None
+    """Records have no axis of their own in every layout. Without this, ``list(batch)`` would be empty."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -276,17 +286,22 @@ class Batch:
     def position_ids(self) -> torch.Tensor:
         """Positions, int32, in the form of :attr:`token_ids`; with 3 rows in front where the layout says so.
 
-        Those stored with the documents, or 0 to the number of tokens less one.
+        Those stored with the documents, or where the dataset stores none, 0 to the number of tokens less one.
         """
         stored = self._packed.extras.get("position_ids")
-        return self._counted() if stored is None else stored
+        if stored is not None:
+            return stored
+        counted = self._counted()
+        rows = self.layout.position_rows
+        return counted if rows == 1 else counted.expand(rows, *counted.shape)
 
     @property
     def max_position(self) -> int:
         """Greatest position of the batch."""
-        if any(part.name == "position_ids" for part in self._plan.extras):
-            return int(self.position_ids.max())
-        return self.max_seqlen - 1
+        stored = self._packed.extras.get("position_ids")
+        if stored is None:
+            return self.max_seqlen - 1
+        return int((stored if isinstance(self.layout, Packed) else stored[..., self.mask]).max())
 
     @property
     def extras(self) -> Mapping[str, torch.Tensor]:
@@ -332,8 +347,7 @@ def _cumulated(lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _rebuild(  # noqa: PLR0917 -- the state of a pickle
-    key: str,
-    packed: bytes,
+    origin: Origin,
     records: list[int],
     layout: BatchLayout,
     cursor: Cursor | None,
@@ -343,7 +357,7 @@ def _rebuild(  # noqa: PLR0917 -- the state of a pickle
     error: KVFormatError | None,
 ) -> Batch:
     return Batch(
-        find_source(key, packed),
+        origin,
         records,
         layout,
         cursor=cursor,

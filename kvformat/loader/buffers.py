@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["BufferPool", "Lease"]
 
 _PAGE = mmap.PAGESIZE
-_RESERVED = 4
-"""Address space set aside, in multiples of what is kept. Pages cost memory from when they are first written to."""
+_SPACE_NBYTES = 1 << 36
+"""Address space set aside. Its pages cost memory from when they are first written to."""
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_RECENT = 32
+"""Leases after which memory that none of them needed goes back to the system."""
 
 
 class Lease:
@@ -71,6 +73,9 @@ class _Arena:
         self.touched = 0
         self.returned: deque[tuple[int, int]] = deque()
         self._free = [(0, self.nbytes)]
+        # Ends of what was taken lately. Whoever needs more than is kept needs it for each batch, and fresh memory
+        # costs more than what is copied into it.
+        self._recent: deque[int] = deque(maxlen=_RECENT)
 
     def take(self, nbytes: int) -> int | None:
         """Start of a range, or None where there is no room."""
@@ -80,11 +85,12 @@ class _Arena:
                     del self._free[at]
                 else:
                     self._free[at] = (start + nbytes, end)
+                self._recent.append(start + nbytes)
                 return start
         return None
 
     def take_back(self, keep: int) -> None:
-        """Make free what was returned; what lies beyond ``keep`` bytes goes back to the system."""
+        """Make free what was returned; what is free behind ``keep`` bytes, and rarely used, goes to the system."""
         if not self.returned:
             return
         ranges = self._free
@@ -98,9 +104,17 @@ class _Arena:
             else:
                 merged.append((start, end))
         self._free = merged
-        start, end = merged[-1]
-        if end == self.nbytes and self.touched > max(start, keep):
-            begin = max(start, keep)
+        self._trim(max((keep, *self._recent)))
+
+    def trim(self, keep: int) -> None:
+        """Give all that is free behind ``keep`` bytes to the system, used lately or not."""
+        self._recent.clear()
+        self._trim(keep)
+
+    def _trim(self, keep: int) -> None:
+        start, end = self._free[-1] if self._free else (0, 0)
+        begin = max(start, keep)
+        if end == self.nbytes and self.touched > begin:
             with contextlib.suppress(OSError, AttributeError):
                 self.memory.madvise(mmap.MADV_DONTNEED, begin, self.touched - begin)
             self.touched = begin
@@ -109,6 +123,21 @@ class _Arena:
     def in_use(self) -> int:
         """Bytes taken."""
         return self.nbytes - sum(end - start for start, end in self._free)
+
+
+class _State:
+    """What a pool has in one process."""
+
+    def __init__(self, keep: int, space: int) -> None:
+        self.process = os.getpid()
+        self.lock = threading.Lock()
+        self.arena: _Arena | None = None
+        if keep:
+            for nbytes in (space, 4 * keep):
+                # Without address space, every lease is a mapping of its own.
+                with contextlib.suppress(OSError):
+                    self.arena = _Arena(nbytes)
+                    break
 
 
 class BufferPool:
@@ -124,9 +153,11 @@ class BufferPool:
     Parameters
     ----------
     keep_nbytes
-        About so many bytes are kept while nobody uses them.
+        About so many bytes are kept while nobody uses them; more while the last leases needed more.
     pin_memory
         Page-locked memory, for copies to a CUDA device.
+    space_nbytes
+        Address space to set aside. What does not fit there is taken from the system, and not kept.
 
     Attributes
     ----------
@@ -134,37 +165,53 @@ class BufferPool:
         Bytes that had to be taken from the system so far.
     """
 
-    def __init__(self, keep_nbytes: int, *, pin_memory: bool = False) -> None:
+    def __init__(self, keep_nbytes: int, *, pin_memory: bool = False, space_nbytes: int = _SPACE_NBYTES) -> None:
         if keep_nbytes < 0:
             raise make_error("E081", f"keep_nbytes must be at least 0, found {keep_nbytes}")
         self._keep = keep_nbytes // _PAGE * _PAGE
+        self._space = space_nbytes
         self._pin = pin_memory
-        self._lock = threading.Lock()
-        self._arena: _Arena | None = None
-        self._process = os.getpid()
+        self._state = _State(0 if pin_memory else self._keep, self._space)
         self.fresh_nbytes = 0
 
     @property
     def kept_nbytes(self) -> int:
         """Bytes taken from the system, and used by nobody now."""
-        with self._lock:
-            arena = self._arena
+        state = self._usable_state()
+        with state.lock:
+            arena = state.arena
             if arena is None:
                 return 0
             arena.take_back(self._keep)
             return max(0, arena.touched - arena.in_use)
 
-    def lease(self, nbytes: int) -> Lease:
-        """Memory of ``nbytes`` bytes; its content is whatever it was."""
-        import torch
+    def trim(self) -> None:
+        """Keep no more than ``keep_nbytes``, whatever was needed lately."""
+        state = self._usable_state()
+        with state.lock:
+            if state.arena is not None:
+                state.arena.take_back(self._keep)
+                state.arena.trim(self._keep)
 
+    def lease(self, nbytes: int) -> Lease:
+        """Memory of ``nbytes`` bytes; its content is whatever it was.
+
+        Raises
+        ------
+        UsageError
+            E081 where memory cannot be page-locked.
+        """
         if self._pin:
-            pinned = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=True)
+            pinned = _pinned(max(nbytes, 1))
             return Lease(pinned.numpy()[:nbytes], pinned)
         size = -(-max(nbytes, 1) // _PAGE) * _PAGE
-        with self._lock:
-            arena = self._usable_arena()
-            start = None if arena is None else arena.take(size)
+        state = self._usable_state()
+        with state.lock:
+            arena = state.arena
+            start = None
+            if arena is not None:
+                arena.take_back(self._keep)
+                start = arena.take(size)
             if arena is None or start is None:
                 self.fresh_nbytes += size
             elif start + size > arena.touched:
@@ -177,16 +224,12 @@ class BufferPool:
         weakref.finalize(view, arena.returned.append, (start, start + size)).atexit = False
         return Lease(np.frombuffer(arena.memory, dtype=np.uint8, count=nbytes, offset=start), view)
 
-    def _usable_arena(self) -> _Arena | None:
-        if self._arena is None or self._process != os.getpid():
-            self._process = os.getpid()
-            try:
-                self._arena = _Arena(_RESERVED * self._keep) if self._keep else None
-            except OSError:  # no address space for it: every lease is a mapping of its own
-                self._keep, self._arena = 0, None
-        if self._arena is not None:
-            self._arena.take_back(self._keep)
-        return self._arena
+    def _usable_state(self) -> _State:
+        """The state of this process. A fork may have left the parent's lock taken, and its memory is not ours."""
+        state = self._state
+        if state.process != os.getpid():
+            state = self._state = _State(self._keep, self._space)
+        return state
 
 
 def _map(nbytes: int) -> mmap.mmap:
@@ -194,3 +237,12 @@ def _map(nbytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    import torch
+
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise make_error("E081", "no memory can be page-locked: without a CUDA device leave pin_memory out") from error

@@ -13,7 +13,7 @@ from kvformat.errors import make_error
 from kvformat.loader.batch import Batch
 from kvformat.loader.collection import Collection
 from kvformat.loader.layouts import BatchLayout, LayoutName, as_layout
-from kvformat.loader.source import Source, source_of
+from kvformat.loader.source import Origin, Source, find_source, source_of
 from kvformat.read.dataset import Dataset
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RecordRef:
         return f"<kvformat.loader.RecordRef {self.number}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ref, (self._source.key, self._source.packed, self.number)
+        return _ref, (self._source.origin, self.number)
 
 
 class RecordRefs(list[RecordRef]):
@@ -110,6 +110,9 @@ class KVDataset(TorchDataset[RecordRef]):
         return len(self.collection)
 
     def __getitem__(self, number: int) -> RecordRef:
+        given: object = number
+        if isinstance(given, str):
+            raise make_error("E081", f"items are record numbers, found {given!r}; gather and KVLoader take names")
         if not 0 <= number < len(self):
             raise make_error("E080", f"record {number} of {len(self)}")
         return RecordRef(self.source, number)
@@ -154,7 +157,5 @@ def batch_of(source: Source, records: Sequence[int], layout: BatchLayout, draw: 
     )
 
 
-def _ref(key: str, packed: bytes, number: int) -> RecordRef:
-    from kvformat.loader.source import find_source
-
-    return RecordRef(find_source(key, packed), number)
+def _ref(origin: Origin, number: int) -> RecordRef:
+    return RecordRef(find_source(origin), number)

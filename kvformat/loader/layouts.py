@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from operator import index
+from typing import TYPE_CHECKING, Literal, SupportsIndex
 
 from msgspec import Struct
 from msgspec.structs import force_setattr
@@ -14,10 +15,12 @@ from kvformat.tensors import dtype_name
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HF", "BatchLayout", "LayoutName", "Packed", "Padded", "as_layout"]
+__all__ = ["CASTS", "HF", "BatchLayout", "LayoutName", "Packed", "Padded", "as_layout"]
 
 LayoutName = Literal["packed", "padded", "hf"]
 Side = Literal["left", "right"]
+CASTS = frozenset({"BF16", "F16", "F32"})
+"""What is cast, and what to. Values of 8 bits mean nothing without their scales."""
 
 
 class BatchLayout(Struct, frozen=True, kw_only=True):
@@ -31,8 +34,8 @@ class BatchLayout(Struct, frozen=True, kw_only=True):
         Model layers wanted, in this order; all of each component when None. A component that holds none of them is
         left out. Only their bytes are read.
     dtype
-        What BF16, F16 and F32 components are cast to: a torch dtype, or its torch or safetensors name; None keeps
-        them.
+        What BF16, F16 and F32 components are cast to: one of these three, as a torch dtype, or by its torch or
+        safetensors name; None keeps them.
     position_rows
         Rows of positions the consumer takes: 1, or 3 for grids of time, height and width.
     extras
@@ -53,7 +56,8 @@ class BatchLayout(Struct, frozen=True, kw_only=True):
                 continue
             if isinstance(given, str) or not isinstance(given, Iterable):
                 raise make_error("E081", f"{name} is a sequence, found {given!r}")
-            listed = tuple(given)
+            # Layers may be an array's: what has an index is an integer, but for a bool.
+            listed = tuple(_plain(entry) for entry in given) if name == "layers" else tuple(given)
             kind = int if name == "layers" else str
             if not all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in listed):
                 raise make_error("E081", f"{name} holds what is no {kind.__name__}: {listed!r}")
@@ -63,7 +67,10 @@ class BatchLayout(Struct, frozen=True, kw_only=True):
         if self.position_rows not in (1, 3):
             raise make_error("E081", f"position_rows must be 1 or 3, found {self.position_rows!r}")
         if self.dtype is not None:
-            force_setattr(self, "dtype", dtype_name(self.dtype))
+            name = dtype_name(self.dtype)
+            if name not in CASTS:
+                raise make_error("E081", f"dtype {name}: a cast is to one of {', '.join(sorted(CASTS))}")
+            force_setattr(self, "dtype", name)
 
 
 class Packed(BatchLayout, frozen=True, kw_only=True):
@@ -128,6 +135,10 @@ def as_layout(layout: LayoutName | BatchLayout) -> BatchLayout:
     if found is None:
         raise make_error("E081", f"layout must be {', '.join(_BY_NAME)}, or one of their objects; found {given!r}")
     return found()
+
+
+def _plain(number: object) -> object:
+    return index(number) if isinstance(number, SupportsIndex) and not isinstance(number, bool) else number
 
 
 def _check_padding(side: str, multiple_of: int) -> None:

@@ -66,7 +66,7 @@ def gather(
         raise make_error("E081", f"give one of {', '.join(given)}; found {[kind for kind, _ in wanted]}")
     ((kind, keys),) = wanted
     opened = as_source(source)
-    if isinstance(keys, (str, bytes)):
+    if isinstance(keys, (str, bytes)) or not hasattr(keys, "__len__"):
         raise make_error("E081", f"{kind} is a sequence, found one {type(keys).__name__}")
     numbers = numbers_of(opened, kind, keys)
     return Batch(opened, numbers, as_layout(layout)).pack(pin_memory=pin_memory)

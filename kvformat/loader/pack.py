@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from kvformat.loader.source import Source
     from kvformat.read.dataset import Place
-    from kvformat.read.record import Record
 
 __all__ = ["Content", "pack"]
 
@@ -157,7 +156,7 @@ def pack(plan: Plan, source: Source, numbers: Sequence[int], pool: BufferPool) -
     DamageError
         E053, E054, E070 to E074 where the bytes of a record are not those that were written.
     """
-    places = source.places(numbers, plan.bits)
+    places = source.places(numbers, plan.bits, plan.wanted)
     targets = _targets(plan, places)
     starts = list(accumulate((-(-target.nbytes // _ALIGN) * _ALIGN for target in targets), initial=0))
     lease = pool.lease(starts[-1])
@@ -167,11 +166,10 @@ def pack(plan: Plan, source: Source, numbers: Sequence[int], pool: BufferPool) -
     joined = [target for target in targets if proved and target.joined]
     copied = sum(_join(target, places) for target in joined)
     rest = [target for target in targets if target not in joined]
-    for number, place in enumerate(places) if rest else ():
-        record = None if place[1] is not None else place[3] or source.record(numbers[number])
+    for number, place in enumerate(places):
         for target in rest:
             rows = target.rows(number)
-            copied += _whole(target, place, rows) if record is None else _pieces(target, record, rows)
+            copied += _pieces(target, place, rows) if place[1] is None else _whole(target, place, rows)
             target.clear(number)
     return _content(targets, [place[0].dims[0] for place in places], copied)
 
@@ -224,8 +222,10 @@ def _whole(target: _Target, place: Place, rows: Any) -> int:
     return copied
 
 
-def _pieces(target: _Target, record: Record, rows: Any) -> int:
+def _pieces(target: _Target, place: Place, rows: Any) -> int:
     """Copy a group of a record piece by piece, each verified before; the bytes copied."""
+    record = place[3]
+    assert record is not None
     copied = first = 0
     for part in target.group.parts:
         where = record.placement.tensors[part.name]

@@ -11,13 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvformat.errors import KVFormatError, make_error
-from kvformat.loader.layouts import HF, BatchLayout, Padded
+from kvformat.loader.layouts import CASTS, HF, BatchLayout, Padded
 from kvformat.spec.layout import Placed
 from kvformat.spec.schema import ITEM_SIZES, SHARED_ROLES, Component, Extra, Last, Schema
 
 __all__ = ["Group", "Part", "Plan"]
-
-_CAST = frozenset({"BF16", "F16", "F32"})
 
 
 class Part(NamedTuple):
@@ -117,18 +115,17 @@ class Plan:
         for name in names:
             if name not in known:
                 raise make_error("E082", f"no component {name!r}; the schema has {', '.join(known)}")
-        source_of = {shared.layer: shared.source for shared in schema.shared}
-        wanted = None if layout.layers is None else [source_of.get(layer, layer) for layer in layout.layers]
-        chosen = (self._component(*known[name], wanted) for name in names)
-        self.parts = [part for part in chosen if part.rows]
-        _check_layers(layout, wanted, [known[name][1] for name in names])
+        shares = _Shares(schema)
+        chosen = [(*known[name], shares.layers(known[name][1], layout)) for name in names]
+        self.parts = [self._component(bit, component, layers) for bit, component, layers in chosen if layers]
+        shares.check(layout, [known[name][1] for name in names])
         self.extras = list(self._extras())
         everything = [*self.parts, *self.extras]
         self.groups = _groups(everything, schema)
         self.wanted = [(part.name, [(row, count) for row, _, count in part.runs]) for part in everything]
         self.bits = sum(1 << part.bit for part in everything)
         self.layers = tuple(sorted({layer for part in self.parts for layer in part.layers}))
-        self.rows_of = _rows_of(self.parts, source_of)
+        self.rows_of = shares.rows_of(self.parts)
         if isinstance(layout, HF):
             _check_cache(schema, self.parts)
 
@@ -144,11 +141,10 @@ class Plan:
             total += part.rows * entries * part.unit
         return total
 
-    def _component(self, bit: int, component: Component, wanted: Sequence[int] | None) -> Part:
-        layers = component.layers if wanted is None else tuple(dict.fromkeys(wanted))
-        rows = [component.layers.index(layer) for layer in layers if layer in component.layers]
+    def _component(self, bit: int, component: Component, layers: Sequence[int]) -> Part:
+        rows = [component.layers.index(layer) for layer in layers]
         dtype = component.dtype
-        if self.layout.dtype is not None and dtype in _CAST and "scale" not in component.role:
+        if self.layout.dtype is not None and dtype in CASTS and "scale" not in component.role:
             dtype = str(self.layout.dtype)
         elif self.layout.dtype is not None and component.quant is not None:
             raise make_error(
@@ -163,7 +159,7 @@ class Plan:
             dtype,
             _runs(rows),
             len(rows),
-            tuple(component.layers[row] for row in rows),
+            tuple(layers),
             *_axes(component),
             ITEM_SIZES[dtype],
         )
@@ -256,27 +252,44 @@ def _runs(rows: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
-def _check_layers(layout: BatchLayout, wanted: Sequence[int] | None, components: Sequence[Component]) -> None:
-    if wanted is None or layout.layers is None:
-        return
-    held = {layer for component in components for layer in component.layers}
-    for layer, source in zip(layout.layers, wanted, strict=True):
-        if source not in held:
-            raise make_error("E082", f"no component wanted has layer {layer}; they have {sorted(held)}", layer=layer)
+class _Shares:
+    """Which layers have the keys and values of others, with their scales; nothing else of a layer is shared."""
 
+    def __init__(self, schema: Schema) -> None:
+        self._source_of = {shared.layer: shared.source for shared in schema.shared}
+        kept = [component for component in schema.components if component.role in SHARED_ROLES]
+        scales = {component.quant.scale for component in kept if component.quant is not None}
+        self._names = {component.name for component in kept} | scales
 
-def _rows_of(parts: Sequence[Part], source_of: dict[int, int]) -> dict[int, dict[str, int]]:
-    """By model layer, the row of each part that holds it; a layer that shares another's K/V has the other's rows."""
-    found: dict[int, dict[str, int]] = {}
-    for part in parts:
-        for row, layer in enumerate(part.layers):
-            found.setdefault(layer, {})[part.name] = row
-    roles = {part.name: part.role for part in parts}
-    for layer, source in source_of.items():
-        rows = {name: row for name, row in found.get(source, {}).items() if roles[name] in SHARED_ROLES}
-        if rows:
-            found[layer] = {**found.get(layer, {}), **rows}
-    return dict(sorted(found.items()))
+    def layers(self, component: Component, layout: BatchLayout) -> list[int]:
+        """Layers of a component that are wanted, in the order of the batch."""
+        if layout.layers is None:
+            return list(component.layers)
+        sources = self._source_of if component.name in self._names else {}
+        wanted = dict.fromkeys(sources.get(layer, layer) for layer in layout.layers)
+        return [layer for layer in wanted if layer in component.layers]
+
+    def check(self, layout: BatchLayout, components: Sequence[Component]) -> None:
+        """E082 for a layer wanted that no component holds."""
+        held = {layer for component in components for layer in component.layers}
+        stored = {layer for component in components if component.name in self._names for layer in component.layers}
+        held |= {layer for layer, source in self._source_of.items() if source in stored}
+        for layer in layout.layers or ():
+            if layer not in held:
+                message = f"no component wanted has layer {layer}; they have {sorted(held)}"
+                raise make_error("E082", message, layer=layer)
+
+    def rows_of(self, parts: Sequence[Part]) -> dict[int, dict[str, int]]:
+        """By model layer, the row of each part that holds it; a layer that shares another's has the other's rows."""
+        found: dict[int, dict[str, int]] = {}
+        for part in parts:
+            for row, layer in enumerate(part.layers):
+                found.setdefault(layer, {})[part.name] = row
+        for layer, source in self._source_of.items():
+            rows = {name: row for name, row in found.get(source, {}).items() if name in self._names}
+            if rows:
+                found[layer] = {**found.get(layer, {}), **rows}
+        return dict(sorted(found.items()))
 
 
 def _check_cache(schema: Schema, parts: Sequence[Part]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,11 +16,16 @@ from kvformat.errors import make_error
 from kvformat.loader.batch import Batch
 from kvformat.loader.cursor import Cursor, Draw
 from kvformat.loader.dataset import batch_of
+from kvformat.loader.iteration import Iteration
 from kvformat.loader.layouts import BatchLayout, LayoutName, as_layout
 from kvformat.loader.lookup import as_source, numbers_of
+from kvformat.loader.sampler import BatchSampler
 from kvformat.loader.stats import LoaderStats
 
 __all__ = ["KVLoader"]
+
+_MOST_BATCHES = 256
+"""Ahead at most: of tiny batches, the first would else wait until a whole epoch is drawn."""
 
 
 class _Stand(NamedTuple):
@@ -28,10 +34,8 @@ class _Stand(NamedTuple):
     cursor: Cursor | None
 
 
-class _Stateful(Protocol):
-    def state_dict(self, after: object | None = None) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+_Sized = tuple[Batch, int]
+"""A batch, and about how many bytes it will have."""
 
 
 class _Sums:
@@ -67,7 +71,7 @@ class KVLoader:
     pin_memory
         Pack into page-locked memory, for copies to a CUDA device.
     prefetch_nbytes
-        Bytes of batches packed or in work beyond the one the consumer has; at least one batch is.
+        Bytes of batches packed or in work beyond the one the consumer has; at least one batch is, and at most 256 are.
     num_threads
         Threads that pack.
 
@@ -98,6 +102,8 @@ class KVLoader:
         if num_threads < 1 or prefetch_nbytes < 0:
             raise make_error("E081", f"num_threads {num_threads} and prefetch_nbytes {prefetch_nbytes}: too small")
         self.source = as_source(source)
+        if isinstance(sampler, BatchSampler) and sampler.collection.id != self.source.collection.id:
+            raise make_error("E081", "the sampler draws from another dataset: give both the same")
         self.sampler = sampler
         self.layout = as_layout(layout)
         self._plan = self.source.plan(self.layout)
@@ -105,7 +111,6 @@ class KVLoader:
         self._prefetch_nbytes = prefetch_nbytes
         self._num_threads = num_threads
         self._stand: _Stand | None = None
-        self._before: dict[str, Any] | None = None
         self._sums = _Sums()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -118,12 +123,15 @@ class KVLoader:
         """State from which training goes on behind ``after``, or else behind the last batch handed out.
 
         What was only packed ahead does not count. See :meth:`BatchSampler.state_dict`.
+
+        Raises
+        ------
+        UsageError
+            E081 where the sampler is another than :class:`BatchSampler`.
         """
         sampler = self._stateful()
         stand = after if after is not None else self._stand
-        if stand is None and self._before is not None:
-            return self._before
-        return sampler.state_dict(after=stand)
+        return sampler.state_dict() if stand is None else sampler.state_dict(after=stand)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind the batch a state was taken after, at the next iteration.
@@ -134,7 +142,7 @@ class KVLoader:
             E084, E085: see :meth:`BatchSampler.load_state_dict`.
         """
         self._stateful().load_state_dict(state)
-        self._stand = self._before = None
+        self._stand = None
 
     def stats(self) -> LoaderStats:
         """Sums since the loader was made."""
@@ -155,28 +163,27 @@ class KVLoader:
             mapped_nbytes=sum(len(shard.memory) for shard in shards if shard.memory is not None),
         )
 
-    def _stateful(self) -> _Stateful:
-        if not (hasattr(self.sampler, "state_dict") and hasattr(self.sampler, "load_state_dict")):
-            raise make_error("E081", f"{type(self.sampler).__name__} keeps no state: use a BatchSampler")
-        return cast("_Stateful", self.sampler)
+    def _stateful(self) -> BatchSampler:
+        # Another sampler's state may be anything, and counts what was drawn, not what was handed out.
+        if not isinstance(self.sampler, BatchSampler):
+            raise make_error("E081", f"no state of a {type(self.sampler).__name__}: use a BatchSampler")
+        return self.sampler
 
     # -- an epoch ------------------------------------------------------------------------------------------------
 
     def _epoch(self) -> Iterator[Batch]:
-        if hasattr(self.sampler, "state_dict"):
-            self._stand, self._before = None, self.sampler.state_dict()
         draws = iter(self.sampler)
+        # An iteration that was broken off is ahead of what it handed out; this one does not go on there.
+        self._stand = _Stand(draws.cursor) if isinstance(draws, Iteration) else None
         sums = self._sums
         work = _Ahead(self._pack, self._prefetch_nbytes, self._num_threads)
         begun, before_s = time.perf_counter(), sums.elapsed_s
         try:
-            ahead = self._next(draws)
-            while ahead is not None or work:
-                asked = time.perf_counter()
-                while ahead is not None and work.has_room(ahead[1]):
-                    work.submit(*ahead)
-                    ahead = self._next(draws)
+            asked = begun
+            ahead = self._fill(work, self._next(draws), draws)
+            while work:
                 batch, pack_s = work.take()
+                ahead = self._fill(work, ahead, draws)  # while the consumer is busy with this one
                 now = time.perf_counter()
                 sums.wait_s += now - asked
                 sums.elapsed_s = before_s + now - begun
@@ -189,10 +196,20 @@ class KVLoader:
                 self._stand = _Stand(batch.cursor)
                 yield batch
                 del batch  # else its memory would not come back while the next one is made
+                asked = time.perf_counter()
+            self._stand = None  # the sampler stands there too, and follows its `set_epoch`
         finally:
             work.close()
+            self.source.pool(pin_memory=self._pin_memory).trim()
 
-    def _next(self, draws: Iterator[Any]) -> tuple[Batch, int] | None:
+    def _fill(self, work: _Ahead, ahead: _Sized | None, draws: Iterator[Any]) -> _Sized | None:
+        """Have as many batches packed as there is room for; the one for which there is none."""
+        while ahead is not None and work.has_room(ahead[1]):
+            work.submit(*ahead)
+            ahead = self._next(draws)
+        return ahead
+
+    def _next(self, draws: Iterator[Any]) -> _Sized | None:
         """The next batch to pack, and its size."""
         draw = next(draws, None)
         if draw is None:
@@ -221,13 +238,15 @@ class _Ahead:
         self._waiting: deque[_Work] = deque()
         self._nbytes = 0
         self._failed: Future[tuple[Batch, float]] = Future()
+        self._process = os.getpid()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a batch of this size may be begun."""
-        return not self._waiting or self._nbytes + nbytes <= self._most
+        waiting = len(self._waiting)
+        return not waiting or (waiting < _MOST_BATCHES and self._nbytes + nbytes <= self._most)
 
     def submit(self, batch: Batch, nbytes: int) -> None:
         """Have a thread pack a batch."""
@@ -236,6 +255,8 @@ class _Ahead:
 
     def take(self) -> tuple[Batch, float]:
         """The batch submitted first, once it is there; or the failure of whichever failed."""
+        if self._process != os.getpid():  # threads do not survive a fork: it would wait for ever
+            raise make_error("E081", "this iteration began before a fork: begin another one in this process")
         first = self._waiting[0]
         if not (first.future.done() or self._failed.done()):
             wait([first.future, self._failed], return_when=FIRST_COMPLETED)
@@ -247,7 +268,8 @@ class _Ahead:
 
     def close(self) -> None:
         """End the threads; what is not begun is not done any more."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._process == os.getpid():
+            self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
 
     def _run(self, batch: Batch) -> tuple[Batch, float]:

@@ -2,126 +2,151 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import threading
+import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, NamedTuple, cast
+from weakref import WeakValueDictionary, ref
 
-from kvformat.errors import make_error
 from kvformat.loader.buffers import BufferPool
 from kvformat.loader.collection import Collection, as_collection
 from kvformat.loader.layouts import BatchLayout
 from kvformat.loader.plan import Plan
 from kvformat.read.dataset import Dataset
-from kvformat.spec.digests import schema_digest
 
 if TYPE_CHECKING:
+    from kvformat.read.copyable import Wanted
     from kvformat.read.dataset import Place
     from kvformat.read.record import Record
 
-__all__ = ["Source", "find_source", "source_of"]
+__all__ = ["Origin", "Source", "find_source", "source_of"]
 
 _KEPT_NBYTES = 1 << 30
 _REOPENED = 8
 
 
+class Origin(NamedTuple):
+    """Where the records of a batch are, for another process.
+
+    Attributes
+    ----------
+    token
+        The handle the batch was made with. Copies in other processes, forked or unpickled, have it too.
+    key
+        The same in every process that opened the same datasets alike.
+    packed
+        The collection, pickled: locations, options and ids.
+    """
+
+    token: str
+    key: str
+    packed: bytes
+
+
+class _Shared:
+    """What all sources of the same open datasets have in common. It is kept with the first of them, and keeps none."""
+
+    def __init__(self, collection: Collection, token: str, key: str) -> None:
+        self.origin = Origin(token, key, pickle.dumps(collection))
+        self.datasets = [ref(dataset) for dataset in collection.datasets]
+        self.plans: dict[BatchLayout, Plan] = {}
+        self.pools: dict[bool, BufferPool] = {}
+        _SHARED[id(self)] = self
+
+    def source(self) -> Source | None:
+        """A source of it, unless a dataset is gone."""
+        datasets = [dataset for dataset in (reference() for reference in self.datasets) if dataset is not None]
+        return Source(Collection(datasets), self) if len(datasets) == len(self.datasets) else None
+
+
 class Source:
     """Records by number, the plans of layouts, and the memory batches are packed into.
 
-    It pickles to locations, options and ids. One process has one source of the same datasets, opened alike, for all
-    batches that come from others.
+    It pickles to locations, options and ids. Made by :func:`source_of`.
 
     Attributes
     ----------
     collection
         The datasets.
-    key
-        The same in every process that opened the same datasets alike.
     """
 
-    def __init__(self, collection: Collection) -> None:
+    def __init__(self, collection: Collection, shared: _Shared) -> None:
         self.collection = collection
-        first, *others = collection.datasets
-        for other in others:
-            if schema_digest(other.schema) != schema_digest(first.schema):
-                raise make_error(
-                    "E088", f"{other.location} has another schema than {first.location}: no batch can hold both"
-                )
-        self.packed = pickle.dumps(collection)
-        self.key = _key(collection)
-        self._plans: dict[BatchLayout, Plan] = {}
-        self._pools: dict[bool, BufferPool] = {}
-        self._lock = threading.Lock()
-        _SOURCES[self.key] = self
+        self._shared = shared
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Source, (self.collection,)
+        return _source, (self.collection, self.origin.token)
+
+    @property
+    def origin(self) -> Origin:
+        """What another process needs to find it, or the same datasets."""
+        return self._shared.origin
 
     def plan(self, layout: BatchLayout) -> Plan:
         """The plan of a layout; errors as :class:`Plan`."""
-        found = self._plans.get(layout)
+        plans = self._shared.plans
+        found = plans.get(layout)
         if found is None:
-            found = self._plans[layout] = Plan(self.collection.datasets[0].schema, layout)
+            found = plans[layout] = Plan(self.collection.datasets[0].schema, layout)
         return found
 
     def pool(self, *, pin_memory: bool = False) -> BufferPool:
         """Memory for batches."""
-        with self._lock:
-            found = self._pools.get(pin_memory)
-            if found is None:
-                found = self._pools[pin_memory] = BufferPool(_KEPT_NBYTES, pin_memory=pin_memory)
-            return found
+        pools = self._shared.pools
+        found = pools.get(pin_memory)
+        if found is None:  # one step, without a lock that a fork could find taken
+            found = pools.setdefault(pin_memory, BufferPool(_KEPT_NBYTES, pin_memory=pin_memory))
+        return found
 
     def record(self, number: int) -> Record:
         """A record of the collection."""
         dataset, own = self.collection.resolve(number)
         return dataset[own]
 
-    def places(self, numbers: Sequence[int], bits: int) -> list[Place]:
+    def places(self, numbers: Sequence[int], bits: int, wanted: Wanted) -> list[Place]:
         """Where records lie, and which of them may be copied as they are; see :meth:`Dataset.places`."""
         datasets = self.collection.datasets
         if len(datasets) == 1:
-            return datasets[0].places(numbers, bits)
+            return datasets[0].places(numbers, bits, wanted)
         resolved = map(self.collection.resolve, numbers)
-        return [dataset.places((own,), bits)[0] for dataset, own in resolved]
+        return [dataset.places((own,), bits, wanted)[0] for dataset, own in resolved]
 
 
-_SOURCES: WeakValueDictionary[str, Source] = WeakValueDictionary()
-"""Sources alive in this process: batches come out of worker processes as references, and nothing else comes along."""
+_SHARED: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
+"""By identity, what is open in this process: batches come out of worker processes as references, and nothing else."""
 _REOPENED_SOURCES: OrderedDict[str, Source] = OrderedDict()
 """Sources that a batch from another process had to open here: kept so that the next batch finds them."""
 
 
-def find_source(key: str, packed: bytes) -> Source:
-    """The source of a key in this process, opened where it is not open yet."""
-    found = _SOURCES.get(key)
-    if found is None:
-        found = Source(pickle.loads(packed))  # noqa: S301 -- made by another process of the same program
-        _REOPENED_SOURCES[key] = found
-        while len(_REOPENED_SOURCES) > _REOPENED:
-            _REOPENED_SOURCES.popitem(last=False)
+def find_source(origin: Origin) -> Source:
+    """The source of a batch in this process: of the handle it was made with, or another one, or opened now."""
+    alive = [shared for shared in (reference() for reference in _SHARED.valuerefs()) if shared is not None]
+    for shared in sorted(alive, key=lambda shared: shared.origin.token != origin.token):
+        found = shared.source() if shared.origin.key == origin.key else None
+        if found is not None:
+            return found
+    found = source_of(pickle.loads(origin.packed))  # noqa: S301 -- made by another process of the same program
+    _REOPENED_SOURCES[origin.key] = found
+    while len(_REOPENED_SOURCES) > _REOPENED:
+        _REOPENED_SOURCES.popitem(last=False)
     return found
 
 
-def source_of(source: Source | Collection | Dataset | str | os.PathLike[str]) -> Source:
-    """A source; the one of open datasets is made once, and kept with the first of them."""
+def source_of(source: Source | Collection | Dataset) -> Source:
+    """A source; those of the same handles share plans and memory."""
     if isinstance(source, Source):
         return source
-    if isinstance(source, Dataset):
-        found = source.attached.get("")
-        if found is None:
-            found = source.attached[""] = Source(as_collection(source))
-    else:
-        collection = as_collection(source)
-        attached = collection.datasets[0].attached
-        key = _key(collection)
-        found = attached.get(key)
-        if not isinstance(found, Source) or found.collection.datasets != collection.datasets:
-            found = attached[key] = Source(collection)
-    return cast("Source", found)
+    return _source(as_collection(source))
+
+
+def _source(collection: Collection, token: str = "") -> Source:
+    datasets = collection.datasets
+    attached, place = datasets[0].attached, "" if len(datasets) == 1 else _key(collection)
+    found = attached.get(place)
+    if found is None:
+        found = attached.setdefault(place, _Shared(collection, token or secrets.token_hex(8), _key(collection)))
+    return Source(collection, cast("_Shared", found))
 
 
 def _key(collection: Collection) -> str:

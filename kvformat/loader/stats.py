@@ -19,14 +19,14 @@ class LoaderStats(Struct, frozen=True, kw_only=True):
     nbytes_copied
         Bytes copied to make them: packed, of mapped files, one for each byte of a batch.
     fresh_nbytes
-        Bytes of memory taken from the system: it stops growing once buffers come back. 0 where memory is pinned: torch
-        keeps account of that.
+        Bytes of memory taken from the system for batches of these datasets, by whatever packs them: it stops growing
+        once buffers come back. 0 where memory is pinned: torch keeps account of that.
     wait_s
         Seconds the consumer waited for a batch.
     pack_s
         Seconds of all threads spent on packing, ``verify_s`` included.
     verify_s
-        Seconds spent on hashing values.
+        Seconds this process has spent on hashing values of these datasets.
     elapsed_s
         Seconds from the first batch asked for to the last one handed out, the consumer's own work included.
     open_shards, mapped_nbytes

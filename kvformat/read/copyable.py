@@ -230,13 +230,14 @@ class CopyableRecord(StoredRecord):
         if checks.identity != proof.identity or self._dataset.level != 1:
             return
         flags = checks.flags[self._slot]
-        news = {(self._slot, bit): done for bit, done in proof.slabs if not flags >> bit & 1}
-        news = {key: done for key, done in news.items() if done & ~checks.slabs.get(key, 0)}
+        known = {bit: checks.slabs.get((self._slot, bit), 0) for bit, _ in proof.slabs}
+        news = [(bit, done) for bit, done in proof.slabs if not flags >> bit & 1 and done & ~known[bit]]
         if not (proof.flags & ~flags or news) or not self._shard.file.is_current():
             return
         checks.flags[self._slot] |= proof.flags
-        for key, done in news.items():
-            checks.slabs[key] = checks.slabs.get(key, 0) | done
+        counts = list(self._dataset.slabs.values())  # in the order of the bits
+        for bit, done in news:
+            self._mark(bit, counts[bit], done)
 
     def _ranges(self, wanted: Wanted) -> Iterator[tuple[int, int]]:
         """Start in the file and number of bytes of what is wanted; what lies together in one."""
@@ -257,10 +258,12 @@ class CopyableRecord(StoredRecord):
     def _populate(self, wanted: Wanted) -> None:
         """Have what is wanted in the page cache, where the system has a call that waits for it."""
         mapped = self._shard.file.mapped
-        for start, nbytes in self._ranges(wanted) if mapped is not None else ():
+        if mapped is None:
+            return
+        for start, nbytes in self._ranges(wanted):
             begin = start // mmap.PAGESIZE * mmap.PAGESIZE
             with contextlib.suppress(OSError, ValueError):
-                mapped.madvise(_POPULATE_READ, begin, start + nbytes - begin)  # type: ignore[union-attr]
+                mapped.madvise(_POPULATE_READ, begin, start + nbytes - begin)
 
 
 def _fitting(out: memoryview, nbytes: int, record: int) -> memoryview:

@@ -175,12 +175,16 @@ class StoredRecord:
         self._slabs_done(placed, row, 1)
 
     def _slabs_done(self, placed: Placed, row: int, count: int) -> None:
+        self._mark(placed.bit, self._dataset.slabs[placed.name], (1 << count) - 1 << row)
+
+    def _mark(self, bit: int, slabs: int, done: int) -> None:
+        """Note that slabs of a tensor, a bit each, are verified."""
         checks = self._shard.checks
-        key = (self._slot, placed.bit)
-        done = checks.slabs.get(key, 0) | (1 << count) - 1 << row
-        if done == (1 << self._dataset.slabs[placed.name]) - 1:
+        key = (self._slot, bit)
+        done |= checks.slabs.get(key, 0)
+        if done == (1 << slabs) - 1:
             checks.slabs.pop(key, None)
-            checks.flags[self._slot] |= 1 << placed.bit
+            checks.flags[self._slot] |= 1 << bit
         else:
             checks.slabs[key] = done
 
