@@ -286,20 +286,28 @@ class Batch:
     def position_ids(self) -> torch.Tensor:
         """Positions, int32, in the form of :attr:`token_ids`; with 3 rows in front where the layout says so.
 
-        Those stored with the documents, or where the dataset stores none, 0 to the number of tokens less one.
+        Those stored with the documents, or 0 to the number of tokens less one: a dataset that stores token ids stores
+        positions too where documents have others.
+
+        Raises
+        ------
+        LookupFailedError
+            E082 where the dataset stores neither, so that nobody knows.
         """
         stored = self._packed.extras.get("position_ids")
         if stored is not None:
             return stored
+        self._refuse_unknown_positions()
         counted = self._counted()
         rows = self.layout.position_rows
         return counted if rows == 1 else counted.expand(rows, *counted.shape)
 
     @property
     def max_position(self) -> int:
-        """Greatest position of the batch."""
+        """Greatest position of the batch; errors as :attr:`position_ids`."""
         stored = self._packed.extras.get("position_ids")
         if stored is None:
+            self._refuse_unknown_positions()
             return self.max_seqlen - 1
         return int((stored if isinstance(self.layout, Packed) else stored[..., self.mask]).max())
 
@@ -307,6 +315,10 @@ class Batch:
     def extras(self) -> Mapping[str, torch.Tensor]:
         """Extras by name, ``token_ids`` and ``position_ids`` included where the dataset stores them."""
         return self._packed.extras
+
+    def _refuse_unknown_positions(self) -> None:
+        if not any(extra.name == "token_ids" for extra in self._plan.schema.extras):
+            raise make_error("E082", "the dataset stores neither position_ids nor token_ids: positions are unknown")
 
     def _counted(self) -> torch.Tensor:
         import torch

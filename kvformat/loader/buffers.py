@@ -109,6 +109,7 @@ class _Arena:
     def trim(self, keep: int) -> None:
         """Give all that is free behind ``keep`` bytes to the system, used lately or not."""
         self._recent.clear()
+        self._recent.append(keep)  # or the next lease would trim further
         self._trim(keep)
 
     def _trim(self, keep: int) -> None:
@@ -185,13 +186,14 @@ class BufferPool:
             arena.take_back(self._keep)
             return max(0, arena.touched - arena.in_use)
 
-    def trim(self) -> None:
-        """Keep no more than ``keep_nbytes``, whatever was needed lately."""
+    def trim(self, nbytes: int = 0) -> None:
+        """Keep no more than ``keep_nbytes``, or ``nbytes`` if that is more, whatever was needed lately."""
+        keep = max(self._keep, -(-nbytes // _PAGE) * _PAGE)
         state = self._usable_state()
         with state.lock:
             if state.arena is not None:
-                state.arena.take_back(self._keep)
-                state.arena.trim(self._keep)
+                state.arena.take_back(keep)
+                state.arena.trim(keep)
 
     def lease(self, nbytes: int) -> Lease:
         """Memory of ``nbytes`` bytes; its content is whatever it was.

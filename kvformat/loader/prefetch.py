@@ -29,9 +29,16 @@ _MOST_BATCHES = 256
 
 
 class _Stand(NamedTuple):
-    """Where the last batch handed out left training; the batch itself would keep its memory."""
+    """Where the last batch handed out left training; the batch itself would keep its memory.
+
+    Attributes
+    ----------
+    iteration
+        What it was drawn by. Once the sampler is told to go on elsewhere, where that stood is of no account.
+    """
 
     cursor: Cursor | None
+    iteration: Iteration | None
 
 
 _Sized = tuple[Batch, int]
@@ -130,8 +137,12 @@ class KVLoader:
             E081 where the sampler is another than :class:`BatchSampler`.
         """
         sampler = self._stateful()
-        stand = after if after is not None else self._stand
-        return sampler.state_dict() if stand is None else sampler.state_dict(after=stand)
+        if after is not None:
+            return sampler.state_dict(after=after)
+        stand = self._stand
+        if stand is None or stand.iteration is not sampler.running:
+            return sampler.state_dict()
+        return sampler.state_dict(after=stand)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind the batch a state was taken after, at the next iteration.
@@ -173,8 +184,10 @@ class KVLoader:
 
     def _epoch(self) -> Iterator[Batch]:
         draws = iter(self.sampler)
+        iteration = draws if isinstance(draws, Iteration) else None
         # An iteration that was broken off is ahead of what it handed out; this one does not go on there.
-        self._stand = _Stand(draws.cursor) if isinstance(draws, Iteration) else None
+        self._stand = None if iteration is None else _Stand(iteration.cursor, iteration)
+        largest = 0
         sums = self._sums
         work = _Ahead(self._pack, self._prefetch_nbytes, self._num_threads)
         begun, before_s = time.perf_counter(), sums.elapsed_s
@@ -193,14 +206,16 @@ class KVLoader:
                 sums.tokens += sum(batch.num_tokens)
                 sums.nbytes += batch.nbytes
                 sums.copied += batch.nbytes_copied
-                self._stand = _Stand(batch.cursor)
+                largest = max(largest, batch.nbytes)
+                self._stand = _Stand(batch.cursor, iteration)
                 yield batch
                 del batch  # else its memory would not come back while the next one is made
                 asked = time.perf_counter()
             self._stand = None  # the sampler stands there too, and follows its `set_epoch`
         finally:
             work.close()
-            self.source.pool(pin_memory=self._pin_memory).trim()
+            # The next epoch needs as much again, and one batch while the consumer has another.
+            self.source.pool(pin_memory=self._pin_memory).trim(self._prefetch_nbytes + 2 * largest)
 
     def _fill(self, work: _Ahead, ahead: _Sized | None, draws: Iterator[Any]) -> _Sized | None:
         """Have as many batches packed as there is room for; the one for which there is none."""

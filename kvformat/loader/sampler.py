@@ -222,6 +222,11 @@ class BatchSampler:
         self._sequence = self._make_sequence()
 
     @property
+    def running(self) -> Iteration | None:
+        """The iteration begun last; None once the sampler was told to go on elsewhere."""
+        return self._running
+
+    @property
     def _position(self) -> Cursor:
         return self.start if self._running is None else self._running.cursor
 

@@ -638,3 +638,20 @@ def test_time_is_monotonic(dataset):
     """Waiting is measured by a clock that nobody sets."""
     assert prefetch.time is time
     assert KVLoader(dataset, [[0]]).stats().wait_s == 0.0
+
+
+def test_a_state_follows_the_sampler_where_it_was_told_to_go_on_elsewhere(dataset) -> None:
+    sampler = BatchSampler(dataset, batch_size=2, seed=3)
+    loader = KVLoader(dataset, sampler)
+    stale = iter(loader)
+    next(stale)
+    sampler.set_epoch(5)
+    assert loader.state_dict()["cursor"]["epoch"] == 5
+    second = loader.state_dict(after=next(iter(loader)))
+    stale = iter(loader)
+    next(stale)
+    loader.load_state_dict(second)
+    next(stale)  # an iteration from before goes on, and no state is of it
+    assert loader.state_dict() == second
+    sampler.load_state_dict({**second, "cursor": {"epoch": 0, "block": 0, "batch": 0}})
+    assert loader.state_dict()["cursor"] == {"epoch": 0, "block": 0, "batch": 0}
