@@ -25,6 +25,7 @@ __all__ = ["Content", "pack"]
 
 _ALIGN = 4096
 _U8 = np.dtype(np.uint8)
+_FEW_NBYTES = 1 << 18
 Bytes = NDArray[np.uint8]
 
 
@@ -102,6 +103,11 @@ class _Target:
             self._view = array.reshape(self.group.rows, -1)
         else:
             self._view = array.reshape(self.group.rows, len(self.lengths), -1)
+
+    @property
+    def bytes(self) -> memoryview:
+        """The bytes of a single row, packed."""
+        return memoryview(self._view).cast("B")
 
     def rows(self, number: int) -> Any:
         """Where a record goes: bytes ``[rows, bytes of a slab]``; items in the form of the layout where it is cast."""
@@ -193,6 +199,8 @@ def _join(target: _Target, places: Sequence[Place]) -> int:
     """Copy a group of all records, none of which needs to be verified; the bytes copied."""
     part = target.part
     name = part.name
+    if target.group.rows == 1 and 0 < target.nbytes < _FEW_NBYTES:
+        return _join_few(target, places)
     pieces = []
     for row, _, count in target.group.runs:
         rows = count if part.layers else part.rows  # an extra is one slab, whatever its rows
@@ -206,6 +214,20 @@ def _join(target: _Target, places: Sequence[Place]) -> int:
         pieces.append(of_run)
     target.join(pieces)
     return target.nbytes
+
+
+def _join_few(target: _Target, places: Sequence[Place]) -> int:
+    """As above for one row of a few bytes a record, token ids say, where an array each costs more than its bytes."""
+    name, ((row, _, _),) = target.part.name, target.group.runs
+    joined = target.bytes
+    at = 0
+    for placement, array, start, _ in places:
+        where = placement.tensors[name]
+        nbytes = where.slab_nbytes
+        begin = start + where.offset + row * nbytes
+        joined[at : at + nbytes] = array[begin : begin + nbytes]  # type: ignore[index,assignment]  # bytes of a map
+        at += nbytes
+    return at
 
 
 def _whole(target: _Target, place: Place, rows: Any) -> int:

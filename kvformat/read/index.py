@@ -286,18 +286,18 @@ class IndexReader:
         if len(self.name_keys.parts) != 1 or len(self.names.parts) != 1:
             return [self.find_name(name) for name in names]
         totals = self._manifest.totals
-        lookup, table = self.name_keys.part(0).flat, self.names.part(0).flat
-        keys, slots, count = lookup["key"], lookup["slot"], len(lookup["key"])
+        lookup, table = self.name_keys.part(0), self.names.part(0).flat
         ends, text, records = table["end"], table["bytes"], table["record"]
+        keys, slots, count = lookup.flat["key"], lookup.flat["slot"], lookup.count
+        encoded = [name.encode("utf-8", "surrogatepass") for name in names]
+        wanted = list(map(digests.name_key, encoded))
+        places = np.searchsorted(lookup.arrays["key"], np.array(wanted, np.uint64)).tolist()
         found: list[int | None] = []
-        for name in names:
-            encoded = name.encode("utf-8", "surrogatepass")
-            key = digests.name_key(encoded)
-            at = bisect_left(keys, key)
+        for name, data, key, at in zip(names, encoded, wanted, places, strict=True):
             if at < count and keys[at] == key and slots[at] < totals.names:
                 slot = slots[at]
                 record = records[slot]
-                if text[ends[slot - 1] if slot else 0 : ends[slot]] == encoded and record < totals.records:
+                if text[ends[slot - 1] if slot else 0 : ends[slot]] == data and record < totals.records:
                     found.append(record)
                     continue
             found.append(self.find_name(name))  # another name of this key, none, or an index that is refused
