@@ -345,6 +345,9 @@ CODES: dict[str, Code] = {
         "Staging directories are ignored by readers; `kvformat clean` removes those no writer holds.",
     ),
     "W003": Code("newer-minor", "", "warning", "open", "A greater minor version is readable."),
+    "W004": Code(
+        "state-left", "", "warning", "load", "A state that was loaded is gone on from, not left for another epoch."
+    ),
     "E080": Code(
         "no-such-record",
         "LookupFailedError",

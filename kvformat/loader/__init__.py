@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvformat.loader.prefetch import KVLoader
     from kvformat.loader.ranks import lockstep, open_across
     from kvformat.loader.sampler import BatchSampler
+    from kvformat.loader.staged import StagedLayer
     from kvformat.loader.stager import LayerStager
     from kvformat.loader.stats import LoaderStats
 
@@ -35,6 +36,7 @@ __all__ = [
     "LoaderStats",
     "Packed",
     "Padded",
+    "StagedLayer",
     "concat",
     "gather",
     "lockstep",
@@ -56,6 +58,7 @@ _LAZY = {
     "LoaderStats": "stats",
     "Packed": "layouts",
     "Padded": "layouts",
+    "StagedLayer": "staged",
     "concat": "collection",
     "gather": "lookup",
     "lockstep": "ranks",

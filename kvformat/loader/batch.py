@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch"]
 
+_MOST_TOKENS = (1 << 31) - 1
+"""Attention over variable lengths takes their sums as int32."""
+
 
 class Batch:
     """K and V, and what belongs to them, of several records in one layout.
@@ -151,6 +154,11 @@ class Batch:
 
     def __repr__(self) -> str:
         return f"<kvformat.loader.Batch of {len(self)} records, {type(self.layout).__name__.lower()}>"
+
+    @property
+    def collection_id(self) -> str:
+        """Dataset id of what it is from; of several datasets their common id."""
+        return self._source.collection.id
 
     @property
     def names(self) -> list[str]:
@@ -355,7 +363,10 @@ class Batch:
 def _cumulated(lengths: Sequence[int]) -> torch.Tensor:
     import torch
 
-    return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
+    ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    if ends[-1] > _MOST_TOKENS:
+        raise make_error("E088", f"{ends[-1]:,} tokens in one batch are more than int32 holds: make batches smaller")
+    return torch.from_numpy(ends.astype(np.int32))
 
 
 def _rebuild(  # noqa: PLR0917 -- the state of a pickle

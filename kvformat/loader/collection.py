@@ -8,7 +8,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from math import gcd
-from typing import TypeAlias, TypeVar
+from operator import index
+from typing import SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,7 +168,9 @@ def as_collection(source: Source) -> Collection:
 
 
 def concat(sources: Iterable[Source]) -> Collection:
-    """Datasets one behind the other, to be permuted as one.
+    """Datasets one behind the other, to be permuted as one: ``concat([first, second])``.
+
+    A name or document that several have is looked up in the first of them.
 
     Raises
     ------
@@ -185,6 +188,8 @@ def concat(sources: Iterable[Source]) -> Collection:
 
 def mix(sources: Mapping[Source, int] | Iterable[tuple[Source, int]]) -> Collection:
     """Datasets drawn from by weight: of every sum(weights) draws, exactly ``weight`` are from each.
+
+    ``mix({first: 3, second: 1})`` or ``mix([(first, 3), (second, 1)])``.
 
     Parameters
     ----------
@@ -231,7 +236,8 @@ def _listed(sources: Iterable[T]) -> list[T]:
 
 
 def _reduced(weights: tuple[object, ...], count: int) -> tuple[int, ...]:
-    found = [weight for weight in weights if isinstance(weight, int) and not isinstance(weight, bool) and weight > 0]
+    integers = [w for w in weights if isinstance(w, SupportsIndex) and not isinstance(w, bool)]
+    found = [index(weight) for weight in integers if index(weight) > 0]
     if not len(found) == len(weights) == count:
         raise make_error("E081", f"weights are integers from 1, one a dataset; found {weights!r}")
     divisor = gcd(*found)

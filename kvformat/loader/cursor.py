@@ -52,24 +52,34 @@ class Draw(list[int]):
         Slots of the names that were drawn, beside their records; None where the order is over records.
     padding
         Whether it is a copy that fills the last step of an epoch.
+    collection_id
+        Id of the collection whose records these are.
     """
 
-    __slots__ = ("cursor", "padding", "slots")
+    __slots__ = ("collection_id", "cursor", "padding", "slots")
 
     cursor: Cursor
     padding: bool
     slots: list[int] | None
+    collection_id: str
 
     def __init__(
-        self, records: list[int], *, cursor: Cursor, slots: list[int] | None = None, padding: bool = False
+        self,
+        records: list[int],
+        *,
+        cursor: Cursor,
+        collection_id: str,
+        slots: list[int] | None = None,
+        padding: bool = False,
     ) -> None:
         super().__init__(records)
         self.cursor = cursor
         self.slots = slots
         self.padding = padding
+        self.collection_id = collection_id
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _draw, (list(self), self.cursor, self.slots, self.padding)
+        return _draw, (list(self), self.cursor, self.collection_id, self.slots, self.padding)
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -134,5 +144,11 @@ def decode_state(state: object) -> State:
         raise make_error("E085", f"a damaged state: {error}: {_ADVICE}") from None
 
 
-def _draw(records: list[int], cursor: Cursor, slots: list[int] | None, padding: bool) -> Draw:  # noqa: FBT001 - pickle
-    return Draw(records, cursor=cursor, slots=slots, padding=padding)
+def _draw(
+    records: list[int],
+    cursor: Cursor,
+    collection_id: str,
+    slots: list[int] | None,
+    padding: bool,  # noqa: FBT001 -- the state of a pickle
+) -> Draw:
+    return Draw(records, cursor=cursor, collection_id=collection_id, slots=slots, padding=padding)

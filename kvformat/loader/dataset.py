@@ -113,11 +113,20 @@ class KVDataset(TorchDataset[RecordRef]):
         given: object = number
         if isinstance(given, str):
             raise make_error("E081", f"items are record numbers, found {given!r}; gather and KVLoader take names")
+        if isinstance(given, list):
+            raise make_error("E081", "a micro-batch is no item: give the sampler as batch_sampler=, not as sampler=")
         if not 0 <= number < len(self):
             raise make_error("E080", f"record {number} of {len(self)}")
         return RecordRef(self.source, number)
 
     def __getitems__(self, numbers: Draw | Sequence[int]) -> RecordRefs:
+        drawn_from = getattr(numbers, "collection_id", self.collection.id)
+        if drawn_from != self.collection.id:
+            raise make_error(
+                "E081",
+                f"the sampler draws from {drawn_from[:16]}, this dataset is {self.collection.id[:16]}: "
+                "give both the same",
+            )
         return RecordRefs([self[number] for number in numbers], numbers)
 
 
@@ -140,6 +149,11 @@ class Collate:
         """A batch; errors of damaged records come here or, from a worker, where the batch is first used."""
         if not refs:
             raise make_error("E081", "a batch has at least one record")
+        given: object = refs[0]
+        if not isinstance(given, RecordRef):
+            raise make_error(
+                "E081", f"expected what a KVDataset gives, found {type(given).__name__}: load from KVDataset(dataset)"
+            )
         draw = getattr(refs, "draw", None)
         batch = batch_of(refs[0].source, [ref.number for ref in refs], self.layout, draw)
         return batch.pack() if get_worker_info() is None else batch.prove()

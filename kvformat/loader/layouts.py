@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import index
-from typing import TYPE_CHECKING, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from kvformat.errors import make_error
 from kvformat.tensors import dtype_name
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["CASTS", "HF", "BatchLayout", "LayoutName", "Packed", "Padded", "as_layout"]
 
@@ -24,27 +21,11 @@ CASTS = frozenset({"BF16", "F16", "F32"})
 
 
 class BatchLayout(Struct, frozen=True, kw_only=True):
-    """What every layout has.
-
-    Parameters
-    ----------
-    components
-        Names of the components wanted; all when None.
-    layers
-        Model layers wanted, in this order; all of each component when None. A component that holds none of them is
-        left out. Only their bytes are read.
-    dtype
-        What BF16, F16 and F32 components are cast to: one of these three, as a torch dtype, or by its torch or
-        safetensors name; None keeps them.
-    position_rows
-        Rows of positions the consumer takes: 1, or 3 for grids of time, height and width.
-    extras
-        Further extras of the schema to put in :attr:`Batch.extras`; the first axis must be tokens.
-    """
+    """What every layout has; its parameters are those of :class:`Packed`."""
 
     components: tuple[str, ...] | None = None
     layers: tuple[int, ...] | None = None
-    dtype: str | torch.dtype | None = None
+    dtype: Any = None
     position_rows: Literal[1, 3] = 1
     extras: tuple[str, ...] = ()
 
@@ -78,6 +59,21 @@ class Packed(BatchLayout, frozen=True, kw_only=True):
 
     What attention over variable lengths takes, with ``cu_seqlens`` and ``max_seqlen``
     (FlashAttention's ``flash_attn_varlen_func``, Dao et al., 2022).
+
+    Parameters
+    ----------
+    components
+        Names of the components wanted; all when None.
+    layers
+        Model layers wanted, in this order; all of each component when None. A component that holds none of them is
+        left out. Only their bytes are read.
+    dtype
+        What BF16, F16 and F32 components are cast to: one of these three, as a torch dtype, or by its torch or
+        safetensors name; None keeps them.
+    position_rows
+        Rows of positions the consumer takes: 1, or 3 for grids of time, height and width.
+    extras
+        Further extras of the schema to put in :attr:`Batch.extras`; the first axis must be tokens, or of a fixed size.
     """
 
 
@@ -86,6 +82,8 @@ class Padded(BatchLayout, frozen=True, kw_only=True):
 
     Parameters
     ----------
+    components, layers, dtype, position_rows, extras
+        As for :class:`Packed`.
     side
         Where the padding is.
     multiple_of
@@ -108,6 +106,8 @@ class HF(BatchLayout, frozen=True, kw_only=True):
 
     Parameters
     ----------
+    components, layers, dtype, position_rows, extras
+        As for :class:`Packed`.
     side
         Where the padding is; generation with that library continues on the right, so it pads on the left.
     multiple_of
@@ -133,7 +133,10 @@ def as_layout(layout: LayoutName | BatchLayout) -> BatchLayout:
         return given
     found = _BY_NAME.get(given) if isinstance(given, str) else None
     if found is None:
-        raise make_error("E081", f"layout must be {', '.join(_BY_NAME)}, or one of their objects; found {given!r}")
+        hint = f": write {given.__name__}()" if isinstance(given, type) and given in _BY_NAME.values() else ""
+        hint = ": give DataLoader an instance, collate_fn=Collate()" if isinstance(given, list) else hint
+        shown = type(given).__name__ if isinstance(given, list) else repr(given)
+        raise make_error("E081", f"layout must be {', '.join(_BY_NAME)}, or one of their objects; found {shown}{hint}")
     return found()
 
 

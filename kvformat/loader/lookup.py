@@ -40,7 +40,7 @@ def gather(
         An open dataset, a collection, or a :class:`KVDataset`.
     names, documents, token_ids, records
         One of them: names; document digests (32 bytes each); token ids of whole documents (an array of integers each,
-        default positions, causal); or numbers.
+        default positions, causal); or numbers. Of several datasets that have it, the first one's record is taken.
     layout
         As for :class:`KVLoader`.
     pin_memory
@@ -82,6 +82,8 @@ def as_source(source: Any) -> Source:
 
 def numbers_of(source: Source, kind: str, keys: Sequence[Any]) -> list[int]:
     """Record numbers of keys of one kind; E080 naming all that are missing."""
+    if kind == "records" and hasattr(keys, "tolist"):
+        keys = keys.tolist()  # of an array or a tensor
     if not len(keys):
         raise make_error("E081", "a batch has at least one record")
     found = _FINDERS[kind](source.collection, keys)
@@ -113,6 +115,8 @@ def _by_documents(collection: Collection, keys: Sequence[Any]) -> list[int | Non
 
 
 def _by_token_ids(collection: Collection, keys: Sequence[Any]) -> list[int | None]:
+    if any(np.ndim(ids) != 1 for ids in keys):
+        raise make_error("E081", "token_ids is a list of documents, each a list of ids: for one document, [ids]")
     return _by_documents(collection, [document_digest(token_ids=ids) for ids in keys])
 
 

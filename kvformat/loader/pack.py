@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvformat.errors import make_error
 from kvformat.loader.buffers import BufferPool, Lease
 from kvformat.loader.layouts import HF, Padded
 from kvformat.loader.plan import Group, Plan
@@ -56,6 +57,13 @@ class Content(NamedTuple):
     copied: int
 
 
+class Tensors(dict[str, "torch.Tensor"]):
+    """Tensors by name; E082 for a name there is none of."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        raise make_error("E082", f"no {name!r} here; there are {', '.join(self) or 'none'}")
+
+
 class _Target:
     """Where one group of parts of all records goes.
 
@@ -86,16 +94,23 @@ class _Target:
         self.shape = (group.rows, *shape)
         self.ends = list(accumulate(lengths, initial=0))
         self.nbytes = prod(self.shape) * part.item
-        self.tensor: torch.Tensor
+        self.tensors: list[torch.Tensor]
         self._view: Any
 
     def place(self, lease: Lease, start: int) -> None:
         """Take the memory from ``start`` on."""
         part = self.part
         array = lease.array[start : start + self.nbytes]
-        self.tensor = lease.tensor(start, self.nbytes, torch_dtype(part.dtype), self.shape)
+        self.tensors = []
+        of_row, at = self.nbytes // self.group.rows, start
+        for one in self.group.parts:
+            # Each of its own, not a view of the group's: what is saved of it is its bytes alone, and autograd does not
+            # take a write into values for one into keys.
+            nbytes = one.rows * of_row
+            self.tensors.append(lease.tensor(at, nbytes, torch_dtype(one.dtype), (one.rows, *self.shape[1:])))
+            at += nbytes
         if self.group.cast:
-            self._view = self.tensor
+            (self._view,) = self.tensors  # what is cast is a group of its own
         elif self.heads:
             *outer, last = self.shape
             self._view = array.reshape(*outer, last * part.item)
@@ -147,9 +162,10 @@ class _Target:
         if self.side is None or length == self.longest:
             return
         begin, end = (length, self.longest) if self.side == "right" else (0, self.longest - length)
-        if self.group.cast or self.heads:
-            view = self.tensor[:, number, :, begin:end] if self.heads else self.tensor[:, number, begin:end]
-            view.zero_()
+        if self.heads:
+            self._view[:, number, :, begin:end] = 0
+        elif self.group.cast:
+            self._view[:, number, begin:end] = 0
         else:
             self._view[:, number, begin * self.part.unit : end * self.part.unit] = 0
 
@@ -265,14 +281,12 @@ def _pieces(target: _Target, place: Place, rows: Any) -> int:
 
 
 def _content(targets: Sequence[_Target], tokens: list[int], copied: int) -> Content:
-    components, extras, lengths = {}, {}, {}
+    components, extras, lengths = Tensors(), Tensors(), {}
     for target in targets:
-        row = 0
-        for part in target.group.parts:
+        for part, tensor in zip(target.group.parts, target.tensors, strict=True):
             lengths[part.name] = target.lengths
             if part.layers:
-                components[part.name] = target.tensor[row : row + part.rows]
-                row += part.rows
+                components[part.name] = tensor
             else:
-                extras[part.name] = target.tensor if part.rows > 1 else target.tensor[0]
+                extras[part.name] = tensor if part.rows > 1 else tensor[0]
     return Content(components, extras, lengths, tokens, sum(target.nbytes for target in targets), copied)

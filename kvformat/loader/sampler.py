@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterator
 from operator import index
 from typing import Any, Literal, SupportsIndex, get_args
 
-from kvformat.errors import make_error
+import msgspec
+
+from kvformat.errors import KVFormatWarning, make_error
 from kvformat.loader.collection import Source, as_collection
 from kvformat.loader.cursor import (
     MAX_EPOCHS,
@@ -39,7 +42,8 @@ class BatchSampler:
     the sampler of ``KVLoader``. It imports no torch, makes no process group and touches no random state.
 
     One iteration is one epoch, or what a resumed state left of one; the next iteration is the next epoch. An iteration
-    begins when its first batch is asked for.
+    begins when its first batch is asked for; so to look at a batch before training is to begin the epoch, and
+    breaking off leaves the rest of it (``set_epoch`` goes back).
 
     Parameters
     ----------
@@ -48,7 +52,7 @@ class BatchSampler:
     batch_size
         Records of a micro-batch. Give this or ``max_tokens``.
     max_tokens
-        Most tokens of a micro-batch: blocks of 4,096 items are packed first-fit.
+        Most tokens of a micro-batch, padding not counted: blocks of 4,096 items are packed first-fit.
     max_records
         Most records of a micro-batch, beside ``max_tokens``.
     shuffle
@@ -150,9 +154,14 @@ class BatchSampler:
         self.start = Cursor.start_of(0)
         """Where the next iteration begins."""
         self._running: Iteration | None = None
+        self._loaded = False
 
     def __iter__(self) -> Iterator[Draw]:
         return Iteration(self)
+
+    def __repr__(self) -> str:
+        of = ", ".join(f"{name}={value}" for name, value in sorted(msgspec.to_builtins(self.options).items()))
+        return f"<kvformat.loader.BatchSampler {of}, seed={self.seed}, rank {self.rank} of {self.world_size}>"
 
     def __len__(self) -> int:
         """Steps of the whole epoch, however much of it a resumed state leaves.
@@ -170,6 +179,9 @@ class BatchSampler:
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch: from a resumed state's cursor if that is in it, else from its start.
 
+        A loop over epochs begins at :attr:`epoch`, which a resumed state sets; one that begins at 0 leaves the state,
+        and is warned of it (W004).
+
         Raises
         ------
         UsageError
@@ -178,6 +190,10 @@ class BatchSampler:
         epoch = _integer("epoch", epoch, 0, MAX_EPOCHS - 1)
         self._running = None
         if epoch != self.start.epoch:
+            if self._loaded:
+                message = f"epoch {epoch} leaves the state that was loaded, in epoch {self.start.epoch}: begin there"
+                warnings.warn(KVFormatWarning(message, code="W004"), stacklevel=2)
+            self._loaded = False
             self.start = Cursor.start_of(epoch)
 
     def state_dict(self, after: object | None = None) -> dict[str, Any]:
@@ -198,6 +214,13 @@ class BatchSampler:
         cursor = self._position if after is None else getattr(after, "cursor", None)
         if not isinstance(cursor, Cursor):
             raise make_error("E081", f"{type(after).__name__} has no cursor: give the batch that was consumed last")
+        drawn_from = getattr(after, "collection_id", self.collection.id)
+        if drawn_from != self.collection.id:
+            raise make_error(
+                "E081",
+                f"that batch is of {drawn_from[:16]}, this sampler draws from {self.collection.id[:16]}: "
+                "give one of its own",
+            )
         return self._state(cursor).plain()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -212,6 +235,7 @@ class BatchSampler:
         """
         self.start = self.resumed(state)
         self._running = None
+        self._loaded = True
 
     def __getstate__(self) -> dict[str, Any]:
         # Packed blocks stay behind; an iteration does not travel, only where it stands.
@@ -236,6 +260,7 @@ class BatchSampler:
         """Note an iteration that gives out an epoch: the next one does not begin there again."""
         self.start = Cursor.start_of(epoch + 1)
         self._running = iteration
+        self._loaded = False
 
     def _make_sequence(self) -> Sequence:
         own_batch = self._oversize == "own"
@@ -256,7 +281,11 @@ class BatchSampler:
         found = decode_state(state)
         differing = self._state(found.cursor).differences(found)
         if differing:
-            raise make_error("E084", f"the state is of another order: {'; '.join(differing)}")
+            raise make_error(
+                "E084",
+                f"the state is of another order: {'; '.join(differing)}: make the sampler as it was made then, "
+                "or begin without the state",
+            )
         cursor = found.cursor
         if not self._sequence.holds(cursor):
             raise make_error("E085", f"a damaged state: block {cursor.block} has no batch {cursor.batch}")
@@ -322,7 +351,8 @@ def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if not 0 <= found[0] < found[1] <= limits.MAX_INTEGER:
         raise make_error(
             "E081",
-            f"rank {found[0]} of a world of {found[1]}: give rank and world_size, or set RANK and WORLD_SIZE",
+            f"rank {found[0]} of a world of {found[1]}, where ranks count from 0: give rank and world_size, "
+            "or set RANK and WORLD_SIZE",
         )
     if found[1] > 1 and rank is None and "RANK" not in os.environ:
         # Else every process would take itself for rank 0, and train on the same batches.

@@ -69,9 +69,15 @@ class Sequence:
         """
         items = self._blocks.batch(place.epoch, place.block, place.batch)
         if not self._names:
-            return Draw(items.tolist(), cursor=cursor, padding=padding)
+            return Draw(items.tolist(), cursor=cursor, collection_id=self._collection.id, padding=padding)
         records = self._collection.records_of(items)
-        return Draw(records.tolist(), cursor=cursor, slots=items.tolist(), padding=padding)
+        return Draw(
+            records.tolist(),
+            cursor=cursor,
+            collection_id=self._collection.id,
+            slots=items.tolist(),
+            padding=padding,
+        )
 
     def _make_order(self, seed: int) -> Order:
         collection, options = self._collection, self._options

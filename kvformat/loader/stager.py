@@ -96,6 +96,8 @@ class LayerStager:
     def __init__(
         self, batch: LayeredBatch, device: str | int | torch.device, depth: int = 2, *, mover: Mover | None = None
     ) -> None:
+        if not (hasattr(batch, "components") and hasattr(batch, "rows_of")):
+            raise make_error("E081", f"expected a batch, found {type(batch).__name__}: make a stager for each batch")
         given: object = depth
         if not isinstance(given, SupportsIndex) or isinstance(given, bool) or index(given) < 1:
             raise make_error("E081", f"depth must be an integer of at least 1, found {depth!r}")
@@ -134,7 +136,7 @@ class LayerStager:
             yield self[layer]
 
     def __getitem__(self, layer: int) -> StagedLayer:
-        """Tensors of a model layer, on the device.
+        """Tensors of a model layer, on the device: ``.key`` and ``.value``, or by component name.
 
         Raises
         ------

@@ -84,7 +84,8 @@ def load_manifest(reader: LocalReader, *, expected_id: str | None = None) -> tup
         raise not_published(reader.root) from None
     identity = hashlib.sha256(data).hexdigest()
     if expected_id is not None and identity != expected_id.lower():
-        raise make_error("E007", f"the dataset id is {identity}, expected {expected_id}", path=path)
+        short = "" if len(expected_id) == len(identity) else ": an id has 64 digits, see `Dataset.id`"
+        raise make_error("E007", f"the dataset id is {identity}, expected {expected_id}{short}", path=path)
     root = parse_root(data, path=path)
     name = manifest_path(root.manifest.sha256)
     manifest_bytes = reader.read(name, nbytes=root.manifest.size)

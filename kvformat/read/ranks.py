@@ -10,6 +10,10 @@ from kvformat.errors import make_error
 
 __all__ = ["AllGather", "ask_same", "exchange", "named", "refuse_different"]
 
+_CONTRACT = (
+    "takes an object and returns those of all ranks, in rank order, this rank's among them. For torch.distributed: "
+    "found = [None] * get_world_size(); all_gather_object(found, obj); return found"
+)
 AllGather = Callable[[Any], Sequence[Any]]
 """Returns the object of every rank, in rank order, on every rank; a collective call."""
 
@@ -43,7 +47,10 @@ def exchange(
         E087 on every rank where some rank is at another call.
     """
     own = ("kvformat", call, *message)
-    received: object = all_gather_object(own)
+    try:
+        received: object = all_gather_object(own)
+    except TypeError as error:  # torch's own function, say, which takes a list to fill first
+        raise make_error("E081", f"all_gather_object failed ({error}): it {_CONTRACT}") from error
     if (
         not isinstance(received, Sequence)
         or isinstance(received, str | bytes)
@@ -51,9 +58,7 @@ def exchange(
     ):
         raise make_error(
             "E081",
-            "all_gather_object must return the objects of all ranks, in rank order, this rank's among them; found "
-            f"{received!r:.200}. For torch.distributed: found = [None] * get_world_size(); "
-            "all_gather_object(found, obj); return found",
+            f"all_gather_object {_CONTRACT}; found {received!r:.200}",
         )
     astray = [
         rank

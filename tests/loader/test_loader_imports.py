@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 import subprocess
 import sys
 
@@ -102,3 +104,11 @@ batches = iter(KVLoader(dataset, [[n % 20] for n in range(10_000)]))
 print(next(batches).records)
 """
     assert run(program, tmp_path / "data") == "[0]"
+
+
+@pytest.mark.parametrize("name", kvformat.loader.__all__)
+def test_help_of_every_name(name: str) -> None:
+    """What `help` does first: the signature, with its annotations."""
+    found = getattr(kvformat.loader, name)
+    assert inspect.signature(found) is not None
+    assert pydoc.render_doc(found)
