@@ -80,7 +80,7 @@ def rows(dataset: kvformat.Dataset, model: Any, numbers: Sequence[int]) -> tuple
             for name, (keys, values, mask) in given.items():
                 distance = (attend(query, keys, values, mask) - wanted).abs().max().item()
                 furthest[name] = max(furthest[name], distance)
-    agreeing = next_tokens(dataset, live, numbers, ids)
+    agreeing, distance, live_distance = next_tokens(dataset, live, numbers, ids)
     wrong = [] if furthest["packed"] == 0 else ["attention over a packed batch"]
     wrong += [f"attention over a batch, layout {name}" for name in ("padded", "hf") if furthest[name] > 0.05]
     wrong += [] if agreeing == len(numbers) else ["next-token logits behind a stored cache"]
@@ -90,20 +90,34 @@ def rows(dataset: kvformat.Dataset, model: Any, numbers: Sequence[int]) -> tuple
         else f"DIFFERENT by {furthest['packed']:.2g}",
         "attention, padded and hf": f"equal within {max(furthest['padded'], furthest['hf']):.1g}"
         " (a mask takes another kernel)",
-        "next-token logits": f"{agreeing} of {len(numbers)} continuations from an hf batch equal the live model's"
-        " bit for bit",
+        "next-token logits": f"{agreeing} of {len(numbers)} continuations from an hf batch equal those from the live"
+        " cache bit for bit",
+        "... and of the whole prompt": f"{distance:.2g} away at most; from the live cache {live_distance:.2g}"
+        " (rounding of the longer input)",
     }, wrong
 
 
-def next_tokens(dataset: kvformat.Dataset, live: Live, numbers: Sequence[int], ids: Sequence[torch.Tensor]) -> int:
-    """How many records lead the model to the same logits of the next token, to the bit, as its own cache does."""
-    agreeing = 0
+def next_tokens(
+    dataset: kvformat.Dataset, live: Live, numbers: Sequence[int], ids: Sequence[torch.Tensor]
+) -> tuple[int, float, float]:
+    """Logits of the next token behind each record, continued from a batch.
+
+    Returns
+    -------
+    tuple
+        For how many records they equal those from the live model's own cache to the bit; how far they are from those
+        of the whole prompt at most; and how far those from the live cache are.
+    """
+    agreeing, furthest = 0, [0.0, 0.0]
     for number, document in zip(numbers, ids, strict=True):
+        following = document[:1]
+        whole = live.run(torch.cat([document, following])[None]).logits[0, -1]
         stored = gather(dataset, records=[number], layout="hf").past_key_values()
-        following = document[:1][None]
-        ours, its = (live.run(following, cache).logits for cache in (stored, live.cache(document)))
-        agreeing += bool(torch.equal(ours, its))
-    return agreeing
+        found = [live.run(following[None], cache).logits[0, -1] for cache in (stored, live.cache(document))]
+        agreeing += bool(torch.equal(*found))
+        distances = [(logits - whole).abs().max().item() for logits in found]
+        furthest = [max(both) for both in zip(furthest, distances, strict=True)]
+    return agreeing, furthest[0], furthest[1]
 
 
 def _heads(tensor: torch.Tensor) -> torch.Tensor:

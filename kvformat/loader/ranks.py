@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from kvformat.errors import KVFormatError, make_error
+from kvformat.loader.batch import Batch
 from kvformat.read.dataset import Dataset
 from kvformat.read.opening import open_dataset
 from kvformat.read.ranks import AllGather, exchange, named, refuse_different
@@ -90,7 +91,7 @@ def lockstep(loader: Iterable[T], all_gather_object: AllGather) -> Iterator[T]:
     Parameters
     ----------
     loader
-        Anything that is iterated over: a ``KVLoader``, a ``DataLoader``.
+        Anything that is iterated over: a ``KVLoader``, a ``DataLoader``. A :class:`Batch` is packed here.
     all_gather_object
         As for :meth:`kvformat.Dataset.assert_same_across`; called once for each batch, and once at the end. Use a
         group of the ``gloo`` backend for it: others move the few bytes through the device, and wait for it.
@@ -136,6 +137,8 @@ def lockstep(loader: Iterable[T], all_gather_object: AllGather) -> Iterator[T]:
                 if iterator is None:
                     iterator = iter(loader)
                 batch = next(iterator)
+                if isinstance(batch, Batch):
+                    batch.pack()  # out of a worker, it may hold an error until it is used: too late for the others
                 own: tuple[Any, ...] = _OK
             except StopIteration:
                 own = _END

@@ -13,9 +13,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import kvformat
-from kvformat.loader import BatchSampler, KVLoader, lockstep
+from kvformat.loader import BatchSampler, Collate, KVDataset, KVLoader, lockstep
 from tests.loader.damage import records_in_order
 
 
@@ -30,6 +31,8 @@ def loading(kind: str, dataset: kvformat.Dataset, rank: int, world_size: int) ->
     if kind == "records":
         return records_in_order(dataset)
     sampler = BatchSampler(dataset, batch_size=1, shuffle="none", rank=rank, world_size=world_size)
+    if kind == "DataLoader":
+        return DataLoader(KVDataset(dataset), batch_sampler=sampler, collate_fn=Collate(), num_workers=2)
     return KVLoader(dataset, sampler, prefetch_nbytes=0)
 
 

@@ -318,12 +318,16 @@ def test_after_a_fork(locked):
     if locked:
         pool._state.lock.release()
     theirs.close()
-    assert ours.poll(60), "the child hangs"
-    assert ours.recv() == (False, {3}, {7}, MIB)
-    assert ours.poll(60)
-    assert ours.recv() == 0
-    child.join(60)
-    assert child.exitcode == 0
+    try:
+        assert ours.poll(60), "the child hangs"
+        assert ours.recv() == (False, {3}, {7}, MIB)
+        assert ours.poll(60)
+        assert ours.recv() == 0
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        child.join()
     assert set(held[::4096].tolist()) == {3}
 
 

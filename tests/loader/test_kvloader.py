@@ -163,8 +163,9 @@ def test_several_datasets(dataset, tmp_path):
 class WithKVLoader:
     """The loader under test, as the others are tested for resuming."""
 
-    def __init__(self, source, *, by_itself: bool, **options) -> None:
-        self.loader = KVLoader(source, BatchSampler(source, seed=3, **options), prefetch_nbytes=1 << 20, num_threads=3)
+    def __init__(self, source, *, by_itself: bool, num_threads: int, **options) -> None:
+        sampler = BatchSampler(source, seed=3, **options)
+        self.loader = KVLoader(source, sampler, prefetch_nbytes=1 << 20, num_threads=num_threads)
         self.by_itself = by_itself
 
     def batches(self):
@@ -177,11 +178,12 @@ class WithKVLoader:
         self.loader.load_state_dict(state)
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("by_itself", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
-def test_every_cut(tmp_path, cut, by_itself):
+def test_every_cut(tmp_path, cut, by_itself, num_threads):
     source = make_dataset(tmp_path / "data", 9, aliases=(2, 7))
-    make = lambda: WithKVLoader(source, by_itself=by_itself, **CUTS[cut])  # noqa: E731
+    make = lambda: WithKVLoader(source, by_itself=by_itself, num_threads=num_threads, **CUTS[cut])  # noqa: E731
     check_every_cut(make, content=content, rest_of_a_whole_epoch=False)
 
 
@@ -490,16 +492,26 @@ def large(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("verify", ["first", "always"])
-@pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_memory_is_flat_over_ten_epochs(large, io, verify):
+@pytest.mark.parametrize(
+    ("io", "verify", "layout"),
+    [
+        ("mmap", "first", "packed"),
+        ("mmap", "first", "padded"),
+        ("mmap", "first", "hf"),
+        ("mmap", "always", "packed"),
+        ("pread", "first", "packed"),
+        ("pread", "always", "packed"),
+    ],
+)
+def test_memory_is_flat_over_ten_epochs(large, io, verify, layout):
     """Fault 43: anonymous memory; pages of the mapped files are not the process's."""
     dataset = kvformat.open(large, io=io, verify=verify)
-    loader = KVLoader(dataset, BatchSampler(dataset, batch_size=4, seed=2), prefetch_nbytes=32 << 20)
+    sampler = BatchSampler(dataset, batch_size=4, seed=2)
+    loader = KVLoader(dataset, sampler, layout=layout, prefetch_nbytes=32 << 20)
     pool, marks = loader.source.pool(), []
     for _ in range(10):
         for batch in loader:
-            assert batch["k"][0, 0, 0, 0] == batch.records[0]
+            assert batch["k"][0].reshape(-1)[0] == batch.records[0]
             del batch
         marks.append(anonymous_nbytes())
         assert in_use(pool) == 0

@@ -61,7 +61,7 @@ def test_a_single_rank(same: Path) -> None:
 
 @pytest.mark.parametrize("returned", [None, [], "all", [None, None], 3, [("kvformat", "same", "x")]])
 def test_a_function_that_does_not_gather(same: Path, returned) -> None:
-    with pytest.raises(UsageError, match=r"\[E081\] all_gather_object must return"):
+    with pytest.raises(UsageError, match=r"\[E081\] all_gather_object takes an object and returns"):
         kvformat.open(same).assert_same_across(lambda obj: returned)
 
 

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import kvformat
@@ -167,8 +168,9 @@ def test_each_item_once_an_epoch_over_changes_of_the_world(dataset, cut, seed):
     assert drawn[0] != drawn[1] != drawn[2]
 
 
-def test_changes_of_workers_and_world_through_a_data_loader(dataset):
-    choose = random.Random(4)
+@pytest.mark.parametrize("seed", range(4))
+def test_changes_of_workers_and_world_through_a_data_loader(dataset, seed):
+    choose = random.Random(seed)
     whole = [draw for sampler in [BatchSampler(dataset, batch_size=1, seed=8)] for _ in range(2) for draw in sampler]
     found, state = [], None
     while len(found) < len(whole):
@@ -187,6 +189,26 @@ def test_changes_of_workers_and_world_through_a_data_loader(dataset):
                 break
             state = samplers[-1].state_dict(after=step[-1])
     assert found[: len(whole)] == whole
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_set_epoch_reaches_persistent_workers(dataset, method):
+    """They never see the sampler: the order is made here, and travels with the numbers (fault 5)."""
+    sampler = BatchSampler(dataset, batch_size=4, seed=5)
+    loader = DataLoader(
+        Indices(),
+        batch_sampler=sampler,
+        collate_fn=as_it_is,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context=method,
+    )
+    found = {}
+    for epoch in (0, 3, 1, 3):
+        sampler.set_epoch(epoch)
+        of_epoch = [list(draw) for draw in loader]
+        assert found.setdefault(epoch, of_epoch) == of_epoch
+    assert len({str(of_epoch) for of_epoch in found.values()}) == 3
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused

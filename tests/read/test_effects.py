@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,34 @@ def test_reading_much_takes_no_anonymous_memory(tmp_path: Path, io: str) -> None
         [sys.executable, "-c", MEMORY, str(path), io], check=True, capture_output=True, text=True, timeout=120
     )
     assert int(done.stdout) < 8 << 20
+
+
+def test_the_system_is_told_what_is_read_next(saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls themselves: ahead of the first access, and by a worker process until the pages are there."""
+    told: list[tuple[int, int, int]] = []
+
+    class Told(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            told.append((option, start, length))
+            super().madvise(option, start, length)
+
+    monkeypatch.setattr(mmap, "mmap", Told)
+    dataset = kvformat.open(saved("several-shards"), io="mmap")
+    record = dataset[0]
+    dataset.read_into(0, bytearray(1 << 16))
+    page = mmap.PAGESIZE
+    ((option, start, length),) = told
+    assert option == mmap.MADV_WILLNEED
+    assert start % page == 0
+    assert start <= record.start
+    assert start + length >= record.start + record.nbytes
+    told.clear()
+    (placed,) = (placed for name, placed in record.placement.tensors.items() if name == "k")
+    record.prove([("k", [(0, placed.shape[0])])])
+    begin = record.start + placed.offset
+    ((option, start, length),) = told
+    assert option == 22  # MADV_POPULATE_READ: returns when the pages are there
+    assert (start, start + length) == (begin // page * page, begin + placed.nbytes)
 
 
 def test_a_record_is_asked_for_once_and_a_layer_alone(saved, monkeypatch: pytest.MonkeyPatch) -> None:
