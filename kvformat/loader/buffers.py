@@ -65,6 +65,9 @@ class _Arena:
         is held, so it takes no lock: appending to a deque is one step.
     touched
         End of what was ever written to and not given back to the system.
+    asked
+        Bytes to keep, as :meth:`BufferPool.trim` was told last and nobody has seen to yet. An iteration is closed, and
+        so trims, in a garbage collection too: that takes no lock either.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -72,6 +75,7 @@ class _Arena:
         self.nbytes = len(self.memory)
         self.touched = 0
         self.returned: deque[tuple[int, int]] = deque()
+        self.asked: int | None = None
         self._free = [(0, self.nbytes)]
         # Ends of what was taken lately. Whoever needs more than is kept needs it for each batch, and fresh memory
         # costs more than what is copied into it.
@@ -90,27 +94,28 @@ class _Arena:
         return None
 
     def take_back(self, keep: int) -> None:
-        """Make free what was returned; what is free behind ``keep`` bytes, and rarely used, goes to the system."""
-        if not self.returned:
+        """Make free what was returned; what is free behind ``keep`` bytes, and rarely used, goes to the system.
+
+        Where more was :attr:`asked` for, all that is free behind that goes, used lately or not.
+        """
+        asked, self.asked = self.asked, None
+        if asked is not None:
+            self._recent.clear()
+            self._recent.append(asked)  # or the next lease would trim further
+        elif not self.returned:
             return
         ranges = self._free
         while self.returned:
             ranges.append(self.returned.popleft())
         ranges.sort()
-        merged = [ranges[0]]
-        for start, end in ranges[1:]:
-            if start == merged[-1][1]:
+        merged: list[tuple[int, int]] = []
+        for start, end in ranges:
+            if merged and start == merged[-1][1]:
                 merged[-1] = (merged[-1][0], end)
             else:
                 merged.append((start, end))
         self._free = merged
         self._trim(max((keep, *self._recent)))
-
-    def trim(self, keep: int) -> None:
-        """Give all that is free behind ``keep`` bytes to the system, used lately or not."""
-        self._recent.clear()
-        self._recent.append(keep)  # or the next lease would trim further
-        self._trim(keep)
 
     def _trim(self, keep: int) -> None:
         start, end = self._free[-1] if self._free else (0, 0)
@@ -187,13 +192,20 @@ class BufferPool:
             return max(0, arena.touched - arena.in_use)
 
     def trim(self, nbytes: int = 0) -> None:
-        """Keep no more than ``keep_nbytes``, or ``nbytes`` if that is more, whatever was needed lately."""
-        keep = max(self._keep, -(-nbytes // _PAGE) * _PAGE)
+        """Keep no more than ``keep_nbytes``, or ``nbytes`` if that is more, whatever was needed lately.
+
+        Does not wait: where the pool is in use just now, the next lease sees to it.
+        """
         state = self._usable_state()
-        with state.lock:
-            if state.arena is not None:
-                state.arena.take_back(keep)
-                state.arena.trim(keep)
+        arena = state.arena
+        if arena is None:
+            return
+        arena.asked = max(self._keep, -(-nbytes // _PAGE) * _PAGE)
+        if state.lock.acquire(blocking=False):
+            try:
+                arena.take_back(self._keep)
+            finally:
+                state.lock.release()
 
     def lease(self, nbytes: int) -> Lease:
         """Memory of ``nbytes`` bytes; its content is whatever it was.
@@ -202,6 +214,8 @@ class BufferPool:
         ------
         UsageError
             E081 where memory cannot be page-locked.
+        StorageError
+            E204 where the system gives none.
         """
         if self._pin:
             pinned = _pinned(max(nbytes, 1))
@@ -220,7 +234,13 @@ class BufferPool:
                 self.fresh_nbytes += start + size - max(start, arena.touched)
                 arena.touched = start + size
         if arena is None or start is None:
-            memory = _map(size)
+            try:
+                memory = _map(size)
+            except OSError as error:
+                message = (
+                    f"{error.strerror}: {size:,} bytes for a batch: make batches smaller, or fewer of them at once"
+                )
+                raise make_error("E204", message) from error
             return Lease(np.frombuffer(memory, dtype=np.uint8, count=nbytes), memoryview(memory))
         view = memoryview(arena.memory)[start : start + size]
         weakref.finalize(view, arena.returned.append, (start, start + size)).atexit = False

@@ -102,9 +102,9 @@ class Padded(BatchLayout, frozen=True, kw_only=True):
 class HF(BatchLayout, frozen=True, kw_only=True):
     """K and V as the cache of a Hugging Face model: ``[layers, records, heads, longest, head_dim]``.
 
-    :meth:`Batch.past_key_values` makes a ``DynamicCache`` of it. A record alone gives what the model's own cache gives,
-    to the bit. With a mask, as several records of different lengths need one, torch takes another kernel: attention
-    outputs then agree within 1e-5 in F32 and 2e-2 in BF16 (SmolLM2-135M).
+    :meth:`Batch.past_key_values` makes a ``DynamicCache`` of it. A record alone gives what the model's own cache
+    gives, to the bit. With a mask, as several records of different lengths need one, torch takes another kernel:
+    attention outputs then agree within 1e-5 in F32 and 2e-2 in BF16 (SmolLM2-135M).
 
     Parameters
     ----------

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from operator import index
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -26,6 +28,8 @@ __all__ = ["KVLoader"]
 
 _MOST_BATCHES = 256
 """Ahead at most: of tiny batches, the first would else wait until a whole epoch is drawn."""
+_PATIENCE_S = 5.0
+"""For batches in work where an iteration is broken off; their threads end by themselves, and pack nothing more."""
 
 
 class _Stand(NamedTuple):
@@ -106,6 +110,12 @@ class KVLoader:
         prefetch_nbytes: int = 1 << 30,
         num_threads: int = 2,
     ) -> None:
+        given: tuple[object, object] = num_threads, prefetch_nbytes
+        if not all(isinstance(number, SupportsIndex) for number in given):
+            raise make_error(
+                "E081", f"num_threads and prefetch_nbytes are integers, found {given[0]!r} and {given[1]!r}"
+            )
+        num_threads, prefetch_nbytes = index(num_threads), index(prefetch_nbytes)
         if num_threads < 1 or prefetch_nbytes < 0:
             raise make_error("E081", f"num_threads {num_threads} and prefetch_nbytes {prefetch_nbytes}: too small")
         self.source = as_source(source)
@@ -249,7 +259,9 @@ class _Ahead:
     def __init__(self, pack: Callable[[Batch], tuple[Batch, float]], most_nbytes: int, threads: int) -> None:
         self._pack = pack
         self._most = most_nbytes
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvformat-load")
+        own = self._own = set[int]()
+        note = lambda: own.add(threading.get_ident())  # noqa: E731 -- of the set alone: a method would keep all of this
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvformat-load", initializer=note)
         self._waiting: deque[_Work] = deque()
         self._nbytes = 0
         self._failed: Future[tuple[Batch, float]] = Future()
@@ -282,9 +294,20 @@ class _Ahead:
         return first.future.result()
 
     def close(self) -> None:
-        """End the threads; what is not begun is not done any more."""
+        """End the threads; what is not begun is not done any more.
+
+        An iteration that nobody refers to is closed by whichever thread collects garbage then: perhaps one of its own,
+        or one that holds what its threads wait for. So it does not wait for itself, nor for ever.
+        """
         if self._process == os.getpid():
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            if threading.get_ident() not in self._own:
+                end = time.monotonic() + _PATIENCE_S
+                begun = [work.future for work in self._waiting if not work.future.done()]
+                with contextlib.suppress(TimeoutError):
+                    for future in begun:
+                        future.exception(timeout=max(0.0, end - time.monotonic()))
+                    self._pool.shutdown(wait=True)
         self._waiting.clear()
 
     def _run(self, batch: Batch) -> tuple[Batch, float]:

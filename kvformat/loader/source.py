@@ -24,6 +24,7 @@ __all__ = ["Origin", "Source", "find_source", "source_of"]
 
 _KEPT_NBYTES = 1 << 30
 _REOPENED = 8
+_PLANS = 64
 
 
 class Origin(NamedTuple):
@@ -88,6 +89,8 @@ class Source:
         plans = self._shared.plans
         found = plans.get(layout)
         if found is None:
+            if len(plans) >= _PLANS:  # other layers for each batch, say
+                plans.clear()
             found = plans[layout] = Plan(self.collection.datasets[0].schema, layout)
         return found
 
