@@ -37,6 +37,7 @@ __all__ = [
     "print_missing",
     "print_notes",
     "print_table",
+    "quartiles",
     "single_threaded",
     "workspace",
     "write_synced",
@@ -227,7 +228,7 @@ def print_table(title: str, found: Sequence[Series], *, against: Sequence[str], 
     by_name = {series.contender.name: series for series in found}
     for series in sorted(found, key=lambda s: statistics.median(s.micros)):
         values = series.gbps if unit == "GB/s" else series.micros
-        low, middle, high = _quartiles(values)
+        low, middle, high = quartiles(values)
         ratios = [f"{series.speed_over(by_name[name]):.2f}" if name in by_name else "-" for name in against]
         contender = series.contender
         style = "bold" if contender.name.startswith("kvformat") else ("dim" if contender.bare else "")
@@ -350,7 +351,7 @@ def _timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     if len(values) < 2:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

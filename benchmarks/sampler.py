@@ -21,7 +21,7 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from benchmarks.harness import Bar, console, print_bars, print_facts, workspace
+from benchmarks.harness import Bar, console, print_bars, print_facts, quartiles, workspace
 from benchmarks.open_million import anonymous_nbytes, build_kvformat
 
 BATCH_SIZE = 64
@@ -205,7 +205,7 @@ def _print(found: dict[str, dict[str, list[float]]], count: int) -> None:
     for name, values in found.items():
         cells = []
         for column in columns:
-            low, middle, high = statistics.quantiles(values[column], n=4, method="inclusive")
+            low, middle, high = quartiles(values[column])
             cells.append(f"{middle:,.1f}" if column == "further_us" else f"{middle:,.1f} ({low:,.1f} - {high:,.1f})")
         ratios = [
             statistics.median(a / b for a, b in zip(values[c], found[FIXED][c], strict=True))
