@@ -37,6 +37,7 @@ __all__ = [
     "print_missing",
     "print_notes",
     "print_table",
+    "process_table",
     "quartiles",
     "single_threaded",
     "workspace",
@@ -244,6 +245,16 @@ def print_table(title: str, found: Sequence[Series], *, against: Sequence[str], 
     out = console()
     out.print(table)
     out.print()
+
+
+def process_table(title: str, headings: Sequence[str], *, caption: str) -> Table:
+    """An empty table of contenders measured in processes of their own: what each verifies, and columns of numbers."""
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for heading in ("contender", "verify", "cache"):
+        table.add_column(heading)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
 
 
 def print_notes(contenders: Sequence[Contender]) -> None:

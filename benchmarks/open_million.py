@@ -20,10 +20,18 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.table import Table
 
 from benchmarks.contenders import reason
-from benchmarks.harness import Bar, console, print_bars, print_facts, print_missing, workspace
+from benchmarks.harness import (
+    Bar,
+    console,
+    print_bars,
+    print_facts,
+    print_missing,
+    process_table,
+    quartiles,
+    workspace,
+)
 
 _LOOKUPS = 20_000
 _SLOTS = 1024
@@ -244,22 +252,15 @@ def _print(found: dict[str, dict[str, list[float]]], count: int) -> None:
         "anonymous_mb": "anonymous MB",
         "pickle_nbytes": "pickle bytes",
     }
-    table = Table(
-        title=f"open {count:,} records, processes of their own, medians (p25 - p75 of open)",
-        title_justify="left",
+    table = process_table(
+        f"open {count:,} records, processes of their own, medians (p25 - p75 of open)",
+        [*columns.values(), "open, x lazy"],
         caption="x lazy: times as long; first lookup: of the process, verifying parts that are lazy",
-        caption_justify="left",
     )
-    table.add_column("contender")
-    table.add_column("verify")
-    table.add_column("cache")
-    for heading in columns.values():
-        table.add_column(heading, justify="right")
-    table.add_column("open, x lazy", justify="right")
     lazy = found[LAZY]["open_ms"]
     for name, values in found.items():
         cells = [f"{statistics.median(values[c]):,.2f}" if c in values else "-" for c in columns]
-        low, _, high = statistics.quantiles(values["open_ms"], n=4, method="inclusive")
+        low, _, high = quartiles(values["open_ms"])
         cells[0] += f" ({low:,.2f} - {high:,.2f})"
         opens = statistics.median(one / other for one, other in zip(values["open_ms"], lazy, strict=True))
         table.add_row(

@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import typer
-from rich.table import Table
 
-from benchmarks.harness import Bar, console, print_bars, print_facts, quartiles, workspace
+from benchmarks.harness import Bar, console, print_bars, print_facts, process_table, quartiles, workspace
 from benchmarks.open_million import anonymous_nbytes, build_kvformat
 
 BATCH_SIZE = 64
@@ -188,20 +187,11 @@ def _in_child(name: str, kind: Kind, path: Path, count: int) -> dict[str, float]
 
 def _print(found: dict[str, dict[str, list[float]]], count: int) -> None:
     columns = {"first_ms": "first batch ms", "resume_ms": "resume ms", "further_us": "further batch us"}
-    table = Table(
-        title=f"order of {count:,} records, shuffled, processes of their own, medians (p25 - p75)",
-        title_justify="left",
+    table = process_table(
+        f"order of {count:,} records, shuffled, processes of their own, medians (p25 - p75)",
+        [*columns.values(), "anonymous MB", "first, x", "resume, x"],
         caption=f"resume: in the middle of the epoch; x: times as long as {FIXED}; anonymous: the most seen",
-        caption_justify="left",
     )
-    table.add_column("contender")
-    table.add_column("verify")
-    table.add_column("cache")
-    for heading in columns.values():
-        table.add_column(heading, justify="right")
-    table.add_column("anonymous MB", justify="right")
-    table.add_column("first, x", justify="right")
-    table.add_column("resume, x", justify="right")
     for name, values in found.items():
         cells = []
         for column in columns:

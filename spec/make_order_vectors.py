@@ -7,27 +7,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import sys
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+import reference_order  # beside this script
 
 EPOCHS = (0, 1, 5)
 # Long epochs are compared by the digest of their micro-batches.
 LISTED = 100
-
-
-def reference() -> ModuleType:
-    found = importlib.util.spec_from_file_location("reference_order", Path(__file__).with_name("reference_order.py"))
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module  # dataclasses look their module up
-    found.loader.exec_module(module)
-    return module
 
 
 def dataset(label: str, records: int, *, slots: int, aliased: int) -> dict[str, Any]:
@@ -79,14 +69,17 @@ def cases() -> list[dict[str, Any]]:
 
 
 def case(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    module = reference()
-    datasets = [module.Dataset(**one) for one in DATASETS[name]]
-    found: dict[str, Any] = {"datasets": name, "options": options, "collection": module.collection_id(datasets)}
+    datasets = [reference_order.Dataset(**one) for one in DATASETS[name]]
+    found: dict[str, Any] = {
+        "datasets": name,
+        "options": options,
+        "collection": reference_order.collection_id(datasets),
+    }
     epochs = {}
     for epoch in EPOCHS if name != "large" else EPOCHS[:2]:
         drawn = [
             [batch.block, batch.number, batch.items, batch.records]
-            for batch in module.batches(datasets, options, epoch)
+            for batch in reference_order.batches(datasets, options, epoch)
         ]
         epochs[str(epoch)] = drawn if len(drawn) <= LISTED else digest(drawn)
     return {**found, "epochs": epochs}
@@ -94,16 +87,15 @@ def case(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def steps() -> list[dict[str, Any]]:
     """Who gets what in a step, as block, number and whether it is a copy; and the cursor that all carry."""
-    module = reference()
-    datasets = [module.Dataset(**one) for one in DATASETS["small"]]
+    datasets = [reference_order.Dataset(**one) for one in DATASETS["small"]]
     found = []
     for cut, world, last_step in product(("four", "budget"), (1, 2, 3, 5), ("drop", "pad")):
         options = {**ORDERS["global"], **CUTS[cut], "over": "names", "seed": 20, "last_step": last_step}
         ranks = [
             [[batch.block, batch.number, copy] for batch, copy in step]
-            for step in module.steps(datasets, options, 2, world)
+            for step in reference_order.steps(datasets, options, 2, world)
         ]
-        carried = module.cursors(datasets, options, 2, world)
+        carried = reference_order.cursors(datasets, options, 2, world)
         found.append(
             {"datasets": "small", "options": options, "epoch": 2, "world": world, "ranks": ranks, "cursors": carried}
         )
@@ -117,11 +109,10 @@ def digest(drawn: list[list[Any]]) -> dict[str, Any]:
 
 
 def permutations() -> list[dict[str, Any]]:
-    module = reference()
     found = []
     for seed, n in product((0, 2**64 - 1, 0x0123456789ABCDEF), (1, 2, 3, 7, 16, 100, 10**7, 2**40, 2**52)):
         positions = sorted({*range(min(n, 16)), n // 3, n // 2, n - 1})
-        images = [module.permuted(seed, n, x) for x in positions]
+        images = [reference_order.permuted(seed, n, x) for x in positions]
         found.append({"seed": f"{seed:016x}", "n": n, "positions": positions, "images": images})
     return found
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.loader.cursor import Cursor
-from kvformat.loader.layouts import HF, BatchLayout, Packed, Padded
+from kvformat.loader.layouts import HF, BatchLayout, Packed, PaddedLayout
 from kvformat.loader.pack import Content, pack
 from kvformat.loader.source import Origin, Source, find_source
 
@@ -139,8 +139,7 @@ class Batch:
 
     @property
     def _packed(self) -> Content:
-        if self._content is None or self._error is not None:
-            self.pack()
+        self.pack()
         assert self._content is not None
         return self._content
 
@@ -275,13 +274,12 @@ class Batch:
     @property
     def mask(self) -> torch.Tensor:
         """Padded and hf: bool ``[records, longest]``, true where there is a token."""
-        if not isinstance(self.layout, (Padded, HF)):
+        if not isinstance(self.layout, PaddedLayout):
             raise make_error("E088", "a packed batch has no padding, so no mask: use cu_seqlens")
         import torch
 
         lengths = torch.tensor(self.num_tokens)[:, None]
-        multiple = self.layout.multiple_of
-        longest = -(-self.max_seqlen // multiple) * multiple
+        longest = self.layout.padded(self.max_seqlen)
         at = torch.arange(longest)[None]
         return at < lengths if self.layout.side == "right" else at >= longest - lengths
 
@@ -332,7 +330,7 @@ class Batch:
         import torch
 
         lengths = np.array(self.num_tokens, np.int64)
-        if isinstance(self.layout, (Padded, HF)):
+        if isinstance(self.layout, PaddedLayout):
             mask = self.mask
             return ((mask.cumsum(1) - 1) * mask).to(torch.int32)
         first = np.concatenate(([0], np.cumsum(lengths)[:-1]))

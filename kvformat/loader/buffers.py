@@ -174,10 +174,11 @@ class BufferPool:
     def __init__(self, keep_nbytes: int, *, pin_memory: bool = False, space_nbytes: int = _SPACE_NBYTES) -> None:
         if keep_nbytes < 0:
             raise make_error("E081", f"keep_nbytes must be at least 0, found {keep_nbytes}")
-        self._keep = keep_nbytes // _PAGE * _PAGE
+        # What is pinned, torch keeps.
+        self._keep = 0 if pin_memory else keep_nbytes // _PAGE * _PAGE
         self._space = space_nbytes
         self._pin = pin_memory
-        self._state = _State(0 if pin_memory else self._keep, self._space)
+        self._state = _State(self._keep, self._space)
         self.fresh_nbytes = 0
 
     @property

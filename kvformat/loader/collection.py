@@ -21,7 +21,7 @@ from kvformat.read.opening import open_dataset
 from kvformat.spec import canonical
 from kvformat.spec.context import differences
 
-__all__ = ["MAX_CYCLE", "Collection", "Source", "as_collection", "concat", "mix"]
+__all__ = ["MAX_CYCLE", "Collection", "CollectionLike", "as_collection", "concat", "mix"]
 
 Numbers = NDArray[np.int64]
 T = TypeVar("T")
@@ -69,6 +69,22 @@ class Collection:
         kind = "one dataset" if len(self.datasets) == 1 else f"{len(self.datasets)} datasets"
         weights = "" if self.weights is None else f", weights {self.weights}"
         return f"<kvformat.loader.Collection of {kind} ({len(self):,} records, id {self.id[:16]}{weights})>"
+
+    def expect(self, drawn: object) -> None:
+        """Refuse what was drawn from another collection: a draw or a batch; what does not say where from passes.
+
+        Raises
+        ------
+        UsageError
+            E081 naming both.
+        """
+        found = getattr(drawn, "collection_id", self.id)
+        if found != self.id:
+            raise make_error(
+                "E081",
+                f"the sampler draws from another dataset, ids {found[:16]} and {self.id[:16]}: give both the same, "
+                "and for a state give one of its own batches",
+            )
 
     def resolve(self, record: int) -> tuple[Dataset, int]:
         """Dataset that holds a record, and the record's number there.
@@ -153,10 +169,10 @@ class Collection:
         return found
 
 
-Source: TypeAlias = Dataset | Collection | str | os.PathLike[str]
+CollectionLike: TypeAlias = Dataset | Collection | str | os.PathLike[str]
 
 
-def as_collection(source: Source) -> Collection:
+def as_collection(source: CollectionLike) -> Collection:
     """A collection of what may be a dataset, a collection, or a location.
 
     Raises
@@ -167,7 +183,7 @@ def as_collection(source: Source) -> Collection:
     return source if isinstance(source, Collection) else Collection([_dataset(source)])
 
 
-def concat(sources: Iterable[Source]) -> Collection:
+def concat(sources: Iterable[CollectionLike]) -> Collection:
     """Datasets one behind the other, to be permuted as one: ``concat([first, second])``.
 
     A name or document that several have is looked up in the first of them.
@@ -186,7 +202,7 @@ def concat(sources: Iterable[Source]) -> Collection:
     return Collection(found)
 
 
-def mix(sources: Mapping[Source, int] | Iterable[tuple[Source, int]]) -> Collection:
+def mix(sources: Mapping[CollectionLike, int] | Iterable[tuple[CollectionLike, int]]) -> Collection:
     """Datasets drawn from by weight: of every sum(weights) draws, exactly ``weight`` are from each.
 
     ``mix({first: 3, second: 1})`` or ``mix([(first, 3), (second, 1)])``.

@@ -15,6 +15,7 @@ from kvformat.loader.collection import Collection
 from kvformat.loader.layouts import BatchLayout, LayoutName, as_layout
 from kvformat.loader.source import Origin, Source, find_source, source_of
 from kvformat.read.dataset import Dataset
+from kvformat.read.opening import open_dataset
 
 if TYPE_CHECKING:
     from kvformat.loader.cursor import Draw
@@ -94,8 +95,6 @@ class KVDataset(TorchDataset[RecordRef]):
 
     def __init__(self, source: str | os.PathLike[str] | Dataset | Collection, **options: Any) -> None:
         if isinstance(source, (str, os.PathLike)):
-            from kvformat.read.opening import open_dataset
-
             source = open_dataset(source, **options)
         elif options:
             raise make_error("E081", f"{', '.join(sorted(options))}: options of a location; this is open already")
@@ -120,13 +119,7 @@ class KVDataset(TorchDataset[RecordRef]):
         return RecordRef(self.source, number)
 
     def __getitems__(self, numbers: Draw | Sequence[int]) -> RecordRefs:
-        drawn_from = getattr(numbers, "collection_id", self.collection.id)
-        if drawn_from != self.collection.id:
-            raise make_error(
-                "E081",
-                f"the sampler draws from {drawn_from[:16]}, this dataset is {self.collection.id[:16]}: "
-                "give both the same",
-            )
+        self.collection.expect(numbers)
         return RecordRefs([self[number] for number in numbers], numbers)
 
 

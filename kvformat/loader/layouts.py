@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr
 from kvformat.errors import make_error
 from kvformat.tensors import dtype_name
 
-__all__ = ["CASTS", "HF", "BatchLayout", "LayoutName", "Packed", "Padded", "as_layout"]
+__all__ = ["CASTS", "HF", "BatchLayout", "LayoutName", "Packed", "Padded", "PaddedLayout", "as_layout"]
 
 LayoutName = Literal["packed", "padded", "hf"]
 Side = Literal["left", "right"]
@@ -77,7 +77,27 @@ class Packed(BatchLayout, frozen=True, kw_only=True):
     """
 
 
-class Padded(BatchLayout, frozen=True, kw_only=True):
+class PaddedLayout(BatchLayout, frozen=True, kw_only=True):
+    """What layouts with padding have; their parameters are those of :class:`Padded`."""
+
+    side: Side = "right"
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        """As above."""
+        super().__post_init__()
+        if self.side not in ("left", "right"):
+            raise make_error("E081", f"side must be left or right, found {self.side!r}")
+        given: object = self.multiple_of
+        if type(given) is not int or given < 1:
+            raise make_error("E081", f"multiple_of must be an integer from 1 on, found {given!r}")
+
+    def padded(self, longest: int) -> int:
+        """Entries of each record, padding included, where the longest has so many."""
+        return -(-longest // self.multiple_of) * self.multiple_of
+
+
+class Padded(PaddedLayout, frozen=True, kw_only=True):
     """Records side by side: ``[layers, records, longest, heads, head_dim]``, zeros where a shorter one has ended.
 
     Parameters
@@ -90,16 +110,8 @@ class Padded(BatchLayout, frozen=True, kw_only=True):
         The longest is rounded up to a multiple of this number of tokens.
     """
 
-    side: Side = "right"
-    multiple_of: int = 1
 
-    def __post_init__(self) -> None:
-        """As above."""
-        super().__post_init__()
-        _check_padding(self.side, self.multiple_of)
-
-
-class HF(BatchLayout, frozen=True, kw_only=True):
+class HF(PaddedLayout, frozen=True, kw_only=True):
     """K and V as the cache of a Hugging Face model: ``[layers, records, heads, longest, head_dim]``.
 
     :meth:`Batch.past_key_values` makes a ``DynamicCache`` of it. A record alone gives what the model's own cache
@@ -117,12 +129,6 @@ class HF(BatchLayout, frozen=True, kw_only=True):
     """
 
     side: Side = "left"
-    multiple_of: int = 1
-
-    def __post_init__(self) -> None:
-        """As above."""
-        super().__post_init__()
-        _check_padding(self.side, self.multiple_of)
 
 
 _BY_NAME: dict[str, type[BatchLayout]] = {"packed": Packed, "padded": Padded, "hf": HF}
@@ -131,7 +137,7 @@ _BY_NAME: dict[str, type[BatchLayout]] = {"packed": Packed, "padded": Padded, "h
 def as_layout(layout: LayoutName | BatchLayout) -> BatchLayout:
     """A layout, or the one of a name as it is by default; E081 for anything else."""
     given: object = layout
-    if isinstance(given, BatchLayout) and type(given) is not BatchLayout:
+    if isinstance(given, (Packed, Padded, HF)):
         return given
     found = _BY_NAME.get(given) if isinstance(given, str) else None
     if found is None:
@@ -144,10 +150,3 @@ def as_layout(layout: LayoutName | BatchLayout) -> BatchLayout:
 
 def _plain(number: object) -> object:
     return index(number) if isinstance(number, SupportsIndex) and not isinstance(number, bool) else number
-
-
-def _check_padding(side: str, multiple_of: int) -> None:
-    if side not in ("left", "right"):
-        raise make_error("E081", f"side must be left or right, found {side!r}")
-    if type(multiple_of) is not int or multiple_of < 1:
-        raise make_error("E081", f"multiple_of must be an integer from 1 on, found {multiple_of!r}")

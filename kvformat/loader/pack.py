@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvformat.errors import make_error
 from kvformat.loader.buffers import BufferPool, Lease
-from kvformat.loader.layouts import HF, Padded
+from kvformat.loader.layouts import HF, PaddedLayout
 from kvformat.loader.plan import Group, Plan
 from kvformat.tensors import from_buffer, torch_dtype
 
@@ -78,7 +78,7 @@ class _Target:
         self.lengths = lengths
         part = self.part = group.first
         layout = plan.layout
-        self.side = layout.side if isinstance(layout, (Padded, HF)) and part.ragged else None
+        self.side = layout.side if isinstance(layout, PaddedLayout) and part.ragged else None
         self.heads = isinstance(layout, HF) and bool(part.layers)
         # Packed bytes are joined: one call for all records that need no second look.
         self.joined = part.ragged and self.side is None and not group.cast
@@ -86,8 +86,8 @@ class _Target:
         self.longest = 0
         if not part.ragged:
             shape: tuple[int, ...] = (records, *inner)
-        elif isinstance(layout, (Padded, HF)):
-            self.longest = -(-max(lengths) // layout.multiple_of) * layout.multiple_of
+        elif isinstance(layout, PaddedLayout):
+            self.longest = layout.padded(max(lengths))
             shape = (records, inner[0], self.longest, *inner[1:]) if self.heads else (records, self.longest, *inner)
         else:
             shape = (sum(lengths), *inner)
@@ -179,7 +179,8 @@ def pack(plan: Plan, source: Source, numbers: Sequence[int], pool: BufferPool) -
         E053, E054, E070 to E074 where the bytes of a record are not those that were written.
     """
     places = source.places(numbers, plan.bits, plan.wanted)
-    targets = _targets(plan, places)
+    tokens = [place[0].dims[0] for place in places]
+    targets = _targets(plan, places, tokens)
     starts = list(accumulate((-(-target.nbytes // _ALIGN) * _ALIGN for target in targets), initial=0))
     lease = pool.lease(starts[-1])
     for target, start in zip(targets, starts, strict=False):
@@ -193,14 +194,11 @@ def pack(plan: Plan, source: Source, numbers: Sequence[int], pool: BufferPool) -
             rows = target.rows(number)
             copied += _pieces(target, place, rows) if place[1] is None else _whole(target, place, rows)
             target.clear(number)
-    return _content(targets, [place[0].dims[0] for place in places], copied)
+    return _content(targets, tokens, copied)
 
 
-def _targets(plan: Plan, places: Sequence[Place]) -> list[_Target]:
-    known: dict[str | int | None, list[int]] = {
-        None: [1] * len(places),
-        "tokens": [place[0].dims[0] for place in places],
-    }
+def _targets(plan: Plan, places: Sequence[Place], tokens: list[int]) -> list[_Target]:
+    known: dict[str | int | None, list[int]] = {None: [1] * len(places), "tokens": tokens}
     targets = []
     for group in plan.groups:
         part = group.first

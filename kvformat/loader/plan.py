@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvformat.errors import KVFormatError, make_error
-from kvformat.loader.layouts import CASTS, HF, BatchLayout, Padded
+from kvformat.loader.layouts import CASTS, HF, BatchLayout, PaddedLayout
 from kvformat.spec.layout import Placed
 from kvformat.spec.schema import ITEM_SIZES, SHARED_ROLES, Component, Extra, Last, Schema
 
@@ -124,7 +124,6 @@ class Plan:
         self.groups = _groups(everything, schema)
         self.wanted = [(part.name, [(row, count) for row, _, count in part.runs]) for part in everything]
         self.bits = sum(1 << part.bit for part in everything)
-        self.layers = tuple(sorted({layer for part in self.parts for layer in part.layers}))
         self.rows_of = shares.rows_of(self.parts)
         if isinstance(layout, HF):
             _check_cache(schema, self.parts)
@@ -222,8 +221,8 @@ def _follows(part: Part, group: Group) -> bool:
 
 def _padded(lengths: NDArray[np.int64], layout: BatchLayout) -> int:
     """Entries of a ragged axis in the batch, padding included."""
-    if isinstance(layout, (Padded, HF)):
-        return len(lengths) * -(-int(lengths.max()) // layout.multiple_of) * layout.multiple_of
+    if isinstance(layout, PaddedLayout):
+        return len(lengths) * layout.padded(int(lengths.max()))
     return int(lengths.sum())
 
 

@@ -119,8 +119,7 @@ class KVLoader:
         if num_threads < 1 or prefetch_nbytes < 0:
             raise make_error("E081", f"num_threads {num_threads} and prefetch_nbytes {prefetch_nbytes}: too small")
         self.source = as_source(source)
-        if isinstance(sampler, BatchSampler) and sampler.collection.id != self.source.collection.id:
-            raise make_error("E081", "the sampler draws from another dataset: give both the same")
+        self.source.collection.expect(sampler)
         self.sampler = sampler
         self.layout = as_layout(layout)
         self._plan = self.source.plan(self.layout)
@@ -242,6 +241,7 @@ class KVLoader:
         if isinstance(draw, (str, bytes)) or not hasattr(draw, "__len__"):
             raise make_error("E081", f"a sampler gives lists of numbers or names, found {type(draw).__name__}")
         numbers = draw
+        self.source.collection.expect(draw)
         if not len(draw) or not isinstance(draw, Draw):
             kind = "names" if len(draw) and isinstance(draw[0], str) else "records"
             numbers = numbers_of(self.source, kind, draw)

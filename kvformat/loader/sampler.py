@@ -12,7 +12,7 @@ from typing import Any, Literal, SupportsIndex, get_args
 import msgspec
 
 from kvformat.errors import KVFormatWarning, make_error
-from kvformat.loader.collection import Source, as_collection
+from kvformat.loader.collection import CollectionLike, as_collection
 from kvformat.loader.cursor import (
     MAX_EPOCHS,
     STATE_FORMAT,
@@ -92,7 +92,7 @@ class BatchSampler:
 
     def __init__(
         self,
-        source: Source,
+        source: CollectionLike,
         *,
         batch_size: int | None = None,
         max_tokens: int | None = None,
@@ -172,6 +172,11 @@ class BatchSampler:
         return whole + (self._last_step == "pad" and left_over > 0)
 
     @property
+    def collection_id(self) -> str:
+        """Id of the collection it draws from."""
+        return self.collection.id
+
+    @property
     def epoch(self) -> int:
         """Epoch of the iteration in progress, else of the next one."""
         return self._position.epoch
@@ -214,13 +219,7 @@ class BatchSampler:
         cursor = self._position if after is None else getattr(after, "cursor", None)
         if not isinstance(cursor, Cursor):
             raise make_error("E081", f"{type(after).__name__} has no cursor: give the batch that was consumed last")
-        drawn_from = getattr(after, "collection_id", self.collection.id)
-        if drawn_from != self.collection.id:
-            raise make_error(
-                "E081",
-                f"that batch is of {drawn_from[:16]}, this sampler draws from {self.collection.id[:16]}: "
-                "give one of its own",
-            )
+        self.collection.expect(after)
         return self._state(cursor).plain()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

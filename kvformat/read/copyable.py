@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvformat.errors import make_error
-from kvformat.read.shards import TOUCHED
 from kvformat.read.stored import StoredRecord
 from kvformat.spec import digests
 from kvformat.spec.layout import Placed, Placement
@@ -131,7 +130,7 @@ class CopyableRecord(StoredRecord):
         # A few slabs at a time: what is verified is the copy, while it is in the processor's cache.
         sums = self._sums()
         slab, count = placed.slab_nbytes, self._dataset.slabs[placed.name]
-        group = max(1, _GROUP_NBYTES // slab) if slab else count
+        group = _at_once(slab, count)
         for row in range(0, count, group):
             rows = min(group, count - row)
             part = out[row * slab : (row + rows) * slab]
@@ -161,11 +160,7 @@ class CopyableRecord(StoredRecord):
 
     def advise(self, wanted: Wanted) -> None:
         """Have the system read ahead what is wanted, and no more, where nothing of the record was touched yet."""
-        steps = self._shard.checks.steps
-        if not steps[self._slot] & TOUCHED:
-            for start, nbytes in self._ranges(wanted):
-                self._advise(start, nbytes)
-            steps[self._slot] |= TOUCHED
+        self._advise_once(self._ranges(wanted))
 
     def pieces(self, placed: Placed, row: int, rows: int) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
         """Slabs ``row`` to ``row + rows`` of a tensor, verified just before they are given out.
@@ -184,7 +179,7 @@ class CopyableRecord(StoredRecord):
             begin = first + row * slab
             yield row, rows, shard.array[begin : begin + rows * slab].reshape(rows, slab)
             return
-        group = max(1, min(rows, _GROUP_NBYTES // slab if slab else rows))
+        group = _at_once(slab, rows)
         scratch = np.empty(group * slab, dtype=np.uint8) if shard.memory is None else None
         sums = None if verified else self._sums()
         for at in range(row, row + rows, group):
@@ -264,6 +259,11 @@ class CopyableRecord(StoredRecord):
             begin = start // mmap.PAGESIZE * mmap.PAGESIZE
             with contextlib.suppress(OSError, ValueError):
                 mapped.madvise(_POPULATE_READ, begin, start + nbytes - begin)
+
+
+def _at_once(slab_nbytes: int, rows: int) -> int:
+    """Slabs to copy and hash in one go, of so many."""
+    return max(1, min(rows, _GROUP_NBYTES // slab_nbytes if slab_nbytes else rows))
 
 
 def _fitting(out: memoryview, nbytes: int, record: int) -> memoryview:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvformat.errors import KVFormatError, make_error
@@ -82,10 +82,12 @@ class StoredRecord:
             begin = start // _PAGE * _PAGE
             mapped.madvise(mmap.MADV_WILLNEED, begin, start + nbytes - begin)
 
-    def _advise_once(self) -> None:
+    def _advise_once(self, ranges: Iterable[tuple[int, int]] | None = None) -> None:
+        """Announce (start in the file, bytes) of what is read next, or else the record, if nothing was touched yet."""
         steps = self._shard.checks.steps
         if not steps[self._slot] & TOUCHED:
-            self._advise(self._offset, self._placement.nbytes)
+            for start, nbytes in ranges or ((self._offset, self._placement.nbytes),):
+                self._advise(start, nbytes)
             steps[self._slot] |= TOUCHED
 
     # -- bytes, not verified -------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ def test_a_sampler_of_another_dataset(two) -> None:
         list(wrong)
     with pytest.raises(UsageError, match=r"\[E081\].*give both the same"):
         KVLoader(two[1], sampler)
+    with pytest.raises(UsageError, match=r"\[E081\].*give both the same"):
+        list(KVLoader(two[1], list(sampler)))  # nor by way of something that wraps it
 
 
 def test_a_state_after_a_batch_of_another_dataset(two) -> None:
