@@ -348,6 +348,13 @@ CODES: dict[str, Code] = {
     "W004": Code(
         "state-left", "", "warning", "load", "A state that was loaded is gone on from, not left for another epoch."
     ),
+    "W005": Code(
+        "cache-bypassed",
+        "",
+        "warning",
+        "touch",
+        "A cache has room for what is in use; else it is read past the cache.",
+    ),
     "E080": Code(
         "no-such-record",
         "LookupFailedError",
@@ -529,6 +536,41 @@ CODES: dict[str, Code] = {
         "The location is of a kind this installation reads or writes.",
     ),
     "E207": Code("permission", "StorageError", "environment", "any", "The process may read or write the location."),
+    "E208": Code(
+        "unreachable",
+        "StorageError",
+        "environment",
+        "any",
+        "An object store can be reached, and answers whole within the deadline.",
+    ),
+    "E209": Code(
+        "no-precondition",
+        "StorageError",
+        "environment",
+        "open, commit",
+        "An object store honours `If-None-Match: *`, so that a commit never replaces another.",
+    ),
+    "E210": Code(
+        "cache-limit",
+        "StorageError",
+        "environment",
+        "touch",
+        "The limit of a cache has room for what is in use at once.",
+    ),
+    "E211": Code(
+        "cache-directory",
+        "StorageError",
+        "environment",
+        "open",
+        "A cache has a directory of its own: one that was empty, or that a cache of this library made.",
+    ),
+    "E212": Code(
+        "upload-differs",
+        "StorageError",
+        "environment",
+        "write, commit",
+        "An object store holds what was uploaded, in size and content.",
+    ),
     "E300": Code(
         "documents-line",
         "InputError",
