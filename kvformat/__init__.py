@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from kvformat.spec.context import Context, Text
     from kvformat.spec.document import Document, Media, document_digest
     from kvformat.spec.schema import Axis, Component, Extra, Last, Quant, Schema, Shared
+    from kvformat.storage.cache_options import CacheOptions
+    from kvformat.storage.remote import RemoteOptions
+    from kvformat.transfer.copying import CopyReport, copy
     from kvformat.write.create import create
     from kvformat.write.writer import Writer
 
@@ -41,9 +44,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Axis",
+    "CacheOptions",
     "Component",
     "ConflictError",
     "Context",
+    "CopyReport",
     "DamageError",
     "Dataset",
     "DatasetExistsError",
@@ -62,6 +67,7 @@ __all__ = [
     "Media",
     "Quant",
     "Record",
+    "RemoteOptions",
     "Report",
     "Schema",
     "Shared",
@@ -70,6 +76,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "Writer",
+    "copy",
     "create",
     "document_digest",
     "extract",
@@ -79,8 +86,10 @@ __all__ = [
 
 _LAZY = {
     "Axis": "kvformat.spec.schema",
+    "CacheOptions": "kvformat.storage.cache_options",
     "Component": "kvformat.spec.schema",
     "Context": "kvformat.spec.context",
+    "CopyReport": "kvformat.transfer.copying",
     "Dataset": "kvformat.read.dataset",
     "Document": "kvformat.spec.document",
     "Extra": "kvformat.spec.schema",
@@ -89,11 +98,13 @@ _LAZY = {
     "Media": "kvformat.spec.document",
     "Quant": "kvformat.spec.schema",
     "Record": "kvformat.read.record",
+    "RemoteOptions": "kvformat.storage.remote",
     "Report": "kvformat.read.verify",
     "Schema": "kvformat.spec.schema",
     "Shared": "kvformat.spec.schema",
     "Text": "kvformat.spec.context",
     "Writer": "kvformat.write.writer",
+    "copy": "kvformat.transfer.copying",
     "create": "kvformat.write.create",
     "document_digest": "kvformat.spec.document",
     "open": "kvformat.read.opening",

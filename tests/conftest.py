@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.servers import moto, s3, seaweed
+
+__all__ = ["moto", "repository", "s3", "seaweed", "smollm2"]
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # Read when the libraries are imported, and inherited by the processes tests start.

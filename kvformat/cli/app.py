@@ -9,6 +9,7 @@ import typer
 import kvformat
 from kvformat.cli import output
 from kvformat.cli.clean import clean
+from kvformat.cli.copy import copy
 from kvformat.cli.diff import diff
 from kvformat.cli.estimate import estimate
 from kvformat.cli.extract import extract
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog=EXIT_CODES,
 )
-for command in (extract, estimate, inspect, verify, diff, status, clean):
+for command in (extract, estimate, inspect, verify, diff, copy, status, clean):
     app.command(epilog=EXIT_CODES)(command)
 
 

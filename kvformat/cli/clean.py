@@ -8,29 +8,54 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvformat.cli import output
+from kvformat.cli import options, output, spool_option
 from kvformat.errors import KVFormatError, make_error
 
 if TYPE_CHECKING:
     from kvformat.storage.lease import DirectoryLease
 
-__all__ = ["clean"]
+__all__ = ["ask", "clean"]
 
 
 def clean(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A dataset's directory or file:// URL.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A dataset's directory or URL.")],
     *,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    spool: spool_option.Spool = None,
+    storage_option: options.StorageOptions = None,
 ) -> None:
     """Remove staged work no writer holds.
 
     A published dataset is never touched. Asks first. What a live writer holds is left alone, and the command then
-    fails with E117. After cleaning, an interrupted extraction starts from the beginning.
+    fails with E117. After cleaning, an interrupted extraction starts from the beginning. Of a URL, what lies in
+    .staging/ and in spools on this machine is removed; never a shard. Whether a writer is at work elsewhere cannot be
+    told there.
     """
-    from kvformat.cli.staged import others
-    from kvformat.storage.location import local_path
+    storage_options = options.parse_storage_options(storage_option, "--storage-option")
+    from kvformat.storage.readers import remote_of
 
-    root = local_path(path)
+    place = remote_of(path, storage_options=storage_options)
+    if isinstance(place, Path):
+        _clean(place, yes=yes)
+    else:
+        from kvformat.cli.clean_remote import clean_remote
+        from kvformat.write.spool import spool_directory
+
+        clean_remote(place, spool_directory(spool), yes=yes)
+
+
+def ask(question: str) -> bool:
+    """Ask on standard error, so that standard output holds results only; E081 where nobody answers."""
+    output.complain(f"{question} [y/N]")
+    answer = sys.stdin.readline() if sys.stdin is not None else ""
+    if not answer:
+        raise make_error("E081", "clean asks before it removes, and nobody answered: pass --yes")
+    return answer.strip().lower() in {"y", "yes"}
+
+
+def _clean(root: Path, *, yes: bool) -> None:
+    from kvformat.cli.staged import others
+
     if not root.is_dir():
         raise make_error("E001", "no directory is there: check the location", path=root)
     held: dict[Path, DirectoryLease] = {}
@@ -90,16 +115,11 @@ def _remove(root: Path, held: dict[Path, DirectoryLease]) -> int:
 
 
 def _agreed(held: dict[Path, DirectoryLease]) -> bool:
-    """Ask on standard error, so that standard output holds results only."""
     for path, lease in held.items():
         doubt = "" if lease.supported else " (no leases on this file system: make sure no writer is at work)"
         nbytes = sum(entry.lstat().st_size for entry in path.iterdir())
         output.complain(f"{output.plain(path)}: {output.size_text(nbytes)}{doubt}")
-    output.complain(f"Remove {_count(len(held))}? [y/N]")
-    answer = sys.stdin.readline() if sys.stdin is not None else ""
-    if not answer:
-        raise make_error("E081", "clean asks before it removes, and nobody answered: pass --yes")
-    return answer.strip().lower() in {"y", "yes"}
+    return ask(f"Remove {_count(len(held))}?")
 
 
 def _freed(path: Path) -> int:

@@ -17,9 +17,10 @@ __all__ = ["diff"]
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="Dataset.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="Dataset: a directory or URL.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Dataset to compare it with.")],
     *,
+    storage_option: options.StorageOptions = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show what differs between two datasets.
@@ -28,10 +29,11 @@ def diff(
     counted. Two unknown contexts count as a difference: nobody knows whether they are equal. Exits
     with 1 where anything that counts differs.
     """
+    storage_options = options.parse_storage_options(storage_option, "--storage-option")
     from kvformat.cli.compare import compare
     from kvformat.read.opening import open_dataset
 
-    left, right = open_dataset(a), open_dataset(b)
+    left, right = (open_dataset(path, storage_options=storage_options) for path in (a, b))
     found = compare(left, right)
     if as_json:
         output.emit_json(_document(left, right, found))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvformat.cli import options, output
+from kvformat.cli import options, output, spool_option
 from kvformat.cli.group import INTERRUPTED
 from kvformat.cli.headers import header_nbytes, header_warning
 from kvformat.cli.progress import Meter, meter
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch", "extract"]
 
+_SOON_S = 5.0
 _PHASES = {
     "read": "reading documents",
     "load": "loading the model",
@@ -36,6 +38,8 @@ def extract(
     model: options.Model,
     documents: options.Documents,
     out: options.Out,
+    spool: spool_option.Spool = None,
+    storage_option: options.StorageOptions = None,
     revision: options.Revision = None,
     dtype: options.Dtype = None,
     compute_dtype: options.ComputeDtype = None,
@@ -66,9 +70,12 @@ def extract(
     The model is any Hugging Face decoder with a K/V cache; the dataset is published when all documents are done.
     Interrupted, the same command resumes at the last finished shard. On a finished dataset it changes nothing
     and exits with 0, when plan and context are equal. An unknown context equals nothing: there it fails with E118.
+    To a URL each finished shard is uploaded at once; any machine resumes.
     """
+    storage_options = options.parse_storage_options(storage_option, "--storage-option")
     parsed = options.parse(dtype=dtype, compute_dtype=compute_dtype, layers=layers, shard_size=shard_size)
     quiet_libraries(terminal=output.is_terminal(sys.stderr))
+    _tell_spool(out, spool)
     try:
         from kvformat.extract import run
 
@@ -78,6 +85,8 @@ def extract(
                 model=model,
                 documents=documents,
                 out=out,
+                spool=spool,
+                storage_options=storage_options,
                 revision=revision,
                 device=device,
                 batch_size=batch_size,
@@ -91,7 +100,7 @@ def extract(
                 **parsed,
             )
     except KeyboardInterrupt:
-        output.report_other("interrupted", _left(out), as_json=as_json)
+        output.report_other("interrupted", _left(out, storage_options), as_json=as_json)
         raise typer.Exit(INTERRUPTED) from None
     warning = header_warning(
         shards=dataset.manifest.totals.shards, headers=header_nbytes(dataset), nbytes=dataset.nbytes
@@ -154,15 +163,31 @@ class Watch:
         return f"{self.tokens / self.seconds:,.0f} tokens/s, {self.nbytes / self.seconds / 1e9:.3f} GB/s"
 
 
-def _left(out: str) -> str:
-    """What an interrupted run left behind."""
-    from kvformat.cli.staged import any_finished
-    from kvformat.storage.location import local_path
+def _tell_spool(out: str, spool: str | None) -> None:
+    """Say where disk space is needed, and what may be left behind by a killed run."""
+    from kvformat.storage.location import resolve
+    from kvformat.write.spool import spool_directory
 
+    if isinstance(resolve(out), str):
+        output.complain(f"shards wait for their upload in {output.plain(spool_directory(spool))}")
+
+
+def _left(out: str, storage_options: dict[str, Any]) -> str:
+    """What an interrupted run left behind."""
+    from kvformat.cli.kept import any_kept
+    from kvformat.cli.staged import any_finished
+    from kvformat.storage.readers import remote_of
+    from kvformat.storage.remote import RemoteOptions
+
+    # Whoever interrupts does not wait for a store that may be the reason.
+    soon = RemoteOptions(attempt_timeout_s=_SOON_S, deadline_s=_SOON_S)
     try:
-        kept = any_finished(local_path(out))
-    except KVFormatError:  # interrupted before the location was looked at
-        kept = False
+        place = remote_of(out, storage_options=storage_options, remote_options=soon)
+        kept = any_finished(place) if isinstance(place, Path) else any_kept(place)
+    except KVFormatError as error:
+        if error.code == "E208":
+            return "finished shards, if any, are kept, the same command resumes after them"
+        kept = False  # interrupted before the location was looked at
     if kept:
         return "finished shards are kept, the same command resumes after them"
     return "no shard was finished, the same command begins anew"

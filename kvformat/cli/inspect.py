@@ -27,7 +27,7 @@ _BAR_WIDTH = 40
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Dataset: a directory or file:// URL.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Dataset: a directory or URL.")],
     *,
     record: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show the record with this name instead of the dataset.")
@@ -36,6 +36,7 @@ def inspect(
     values: Annotated[
         bool, typer.Option("--values", help="Of a record, also show token ids and values. They can reveal the prompt.")
     ] = False,
+    storage_option: options.StorageOptions = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show what a dataset is and holds.
@@ -47,9 +48,10 @@ def inspect(
         raise make_error("E081", "give --record or --number, not both")
     if values and record is None and number is None:
         raise make_error("E081", "--values shows one record: give --record NAME or --number N")
+    storage_options = options.parse_storage_options(storage_option, "--storage-option")
     from kvformat.read.opening import open_dataset
 
-    dataset = open_dataset(path)
+    dataset = open_dataset(path, storage_options=storage_options)
     key = record if number is None else number
     if key is not None:
         from kvformat.cli.record import show_record

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Annotated, TypedDict
+from collections.abc import Sequence
+from typing import Annotated, Any, TypedDict
 
 import typer
 
@@ -21,12 +23,16 @@ __all__ = [
     "Parsed",
     "Revision",
     "ShardSize",
+    "SourceOptions",
     "SpecialTokens",
+    "StorageOptions",
+    "TargetOptions",
     "Truncate",
     "parse",
     "parse_dtype",
     "parse_layers",
     "parse_size",
+    "parse_storage_options",
 ]
 
 Model = Annotated[str, typer.Option("--model", metavar="DIR_OR_ID", help="Model directory or hub id.")]
@@ -74,6 +80,23 @@ AddGenerationPrompt = Annotated[
 SpecialTokens = Annotated[
     bool,
     typer.Option("--special-tokens/--no-special-tokens", help="Give plain text the tokenizer's special tokens."),
+]
+StorageOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        metavar="KEY=VALUE",
+        help="Option of a URL's fsspec file system, such as endpoint_url=http://host; repeatable. Integers, true, "
+        "false and JSON objects are taken as such. Credentials are better left to the environment.",
+    ),
+]
+SourceOptions = Annotated[
+    list[str] | None,
+    typer.Option("--source-option", metavar="KEY=VALUE", help="As --storage-option, for SRC alone; it goes before."),
+]
+TargetOptions = Annotated[
+    list[str] | None,
+    typer.Option("--target-option", metavar="KEY=VALUE", help="As --storage-option, for DST alone; it goes before."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -170,3 +193,32 @@ def parse_size(text: str, option: str) -> int:
     if nbytes < 1:
         raise make_error("E081", f"{option} must be at least one byte, found {text!r}")
     return nbytes
+
+
+def parse_storage_options(given: Sequence[str] | None, option: str) -> dict[str, Any]:
+    """Storage options of texts such as ``endpoint_url=http://host``.
+
+    A value that is JSON for an integer, a boolean or an object is that; any other is text as it stands.
+
+    Raises
+    ------
+    UsageError
+        E081 for anything else, and for a key given twice. What may be a secret does not appear in the message.
+    """
+    found: dict[str, Any] = {}
+    for number, text in enumerate(given or (), start=1):
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise make_error("E081", f"{option} must be KEY=VALUE; the one at place {number} has no key and value")
+        if key in found:
+            raise make_error("E081", f"{option} gives {key!r} twice")
+        found[key] = _storage_value(value)
+    return found
+
+
+def _storage_value(text: str) -> Any:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, int | dict) else text

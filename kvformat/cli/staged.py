@@ -25,7 +25,7 @@ _RECEIPT = re.compile(r"[0-9]{8}\.json")
 
 
 class StagedWork(Struct, frozen=True, kw_only=True):
-    """One staging directory.
+    """One staging directory, or what an object store keeps of one plan.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class StagedWork(Struct, frozen=True, kw_only=True):
     total_nbytes
         Bytes of everything in the directory.
     state
-        ``live`` while a writer holds it; ``unknown`` on file systems without leases.
+        ``live`` while a writer holds it; ``unknown`` on file systems without leases, and in object stores.
     """
 
     path: str

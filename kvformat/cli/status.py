@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from msgspec import Struct
 
-from kvformat.cli import options, output
+from kvformat.cli import options, output, spool_option
 from kvformat.cli.group import FAULTS
 from kvformat.codes import CODES
 from kvformat.errors import KVFormatError, make_error
-from kvformat.spec.paths import STAGING
+from kvformat.spec.paths import ROOT, STAGING
 
 if TYPE_CHECKING:
+    from kvformat.cli.spooled import Spooled
     from kvformat.cli.staged import StagedWork
+    from kvformat.storage.remote import Remote
 
 __all__ = ["status"]
 
@@ -41,7 +44,8 @@ class _State(Struct, frozen=True, kw_only=True):
     """What is at a location.
 
     ``orphans`` is None where a fault keeps the named files unknown. ``data_without_root``: data are there that nothing
-    publishes, and no staged work that would explain them.
+    publishes, and no staged work that would explain them. ``spools``: what waits on this machine for its upload to an
+    object store, or was left there; None for a local dataset.
     """
 
     location: str
@@ -50,36 +54,34 @@ class _State(Struct, frozen=True, kw_only=True):
     staging: tuple[StagedWork, ...]
     orphans: tuple[_Orphan, ...] | None
     unknown_staging: tuple[str, ...]
+    spools: tuple[Spooled, ...] | None = None
+
+
+class _Look(NamedTuple):
+    """What was found; what keeps a published dataset from being read; what data without a root mean."""
+
+    state: _State
+    fault: KVFormatError | None
+    without_root: str | None
 
 
 def status(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A dataset's directory or file:// URL.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A dataset's directory or URL.")],
     *,
+    spool: spool_option.Spool = None,
+    storage_option: options.StorageOptions = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show what is published and what is unfinished.
 
-    Lists staged work with its state, and files no dataset names. Exits with 1 where something is published and cannot
-    be read.
+    Lists staged work with its state, and files no dataset names. Of a URL, also what waits on this machine for its
+    upload. Exits with 1 where something is published and cannot be read.
     """
-    from kvformat.cli.staged import look_all, others
-    from kvformat.read.missing import data_without_root
-    from kvformat.storage.location import local_path
+    storage_options = options.parse_storage_options(storage_option, "--storage-option")
+    from kvformat.storage.readers import remote_of
 
-    root = local_path(path)
-    if not root.is_dir():
-        raise make_error("E001", "no directory is there: check the location", path=root)
-    published, named, fault = _published(root)
-    staging = tuple(look_all(root))
-    without_root = None if staging else data_without_root(root)
-    found = _State(
-        location=str(root),
-        published=published,
-        data_without_root=without_root is not None,
-        staging=staging,
-        orphans=None if fault is not None else _orphans(root, named),
-        unknown_staging=tuple(str(other) for other in others(root)),
-    )
+    place = remote_of(path, storage_options=storage_options)
+    found, fault, without_root = _look(place) if isinstance(place, Path) else _look_remote(place, spool)
     if as_json:
         output.emit_json(_document(found, fault))
     else:
@@ -89,17 +91,62 @@ def status(
         raise typer.Exit(FAULTS)
 
 
-def _published(root: Path) -> tuple[_Published | None, set[str], KVFormatError | None]:
+def _look(root: Path) -> _Look:
+    from kvformat.cli.staged import look_all, others
+    from kvformat.read.missing import data_without_root
+
+    if not root.is_dir():
+        raise make_error("E001", "no directory is there: check the location", path=root)
+    published, named, fault = _published(root) if os.path.lexists(root / ROOT) else (None, set(), None)
+    staging = tuple(look_all(root))
+    without_root = None if staging else data_without_root(root)
+    state = _State(
+        location=str(root),
+        published=published,
+        data_without_root=without_root is not None,
+        staging=staging,
+        orphans=None if fault is not None else _local_orphans(root, named),
+        unknown_staging=tuple(str(other) for other in others(root)),
+    )
+    return _Look(state, fault, without_root)
+
+
+def _look_remote(remote: Remote, spool: str | None) -> _Look:
+    from kvformat.cli.kept import look_kept
+    from kvformat.cli.spooled import look_spools
+    from kvformat.read.missing import DATA_WITHOUT_ROOT
+    from kvformat.write.spool import spool_directory
+
+    published, named, fault = _published(remote) if remote.stat(ROOT) is not None else (None, set(), None)
+    spools = tuple(look_spools(spool_directory(spool), remote.url))
+    staging, others, staged = look_kept(remote, spools)
+    objects = {stat.name: stat.nbytes for stat in remote.list() if stat.name.partition("/")[0] != STAGING}
+    if not objects and not staging and not others and not spools:
+        raise make_error("E001", "nothing is there: check the location", path=remote.path(""))
+    orphans = _orphans(objects.items(), named | staged, foreign=published is not None)
+    data = {name.partition("/")[0] for name in objects} & {"manifest", "shards"}
+    without_root = DATA_WITHOUT_ROOT if data and not staging and published is None and fault is None else None
+    state = _State(
+        location=remote.path(""),
+        published=published,
+        data_without_root=without_root is not None,
+        staging=staging,
+        orphans=None if fault is not None else orphans,
+        unknown_staging=others,
+        spools=spools,
+    )
+    return _Look(state, fault, without_root)
+
+
+def _published(place: Path | Remote) -> tuple[_Published | None, set[str], KVFormatError | None]:
     """What is published, the files it names, and what keeps it from being read."""
     from kvformat.read.opening import open_dataset
     from kvformat.spec.manifest import parse_root
-    from kvformat.spec.paths import ROOT, covered_path, manifest_path, part_path
+    from kvformat.spec.paths import covered_path, manifest_path, part_path
     from kvformat.spec.tables import TABLES
 
-    if not os.path.lexists(root / ROOT):
-        return None, set(), None
     try:
-        dataset = open_dataset(root)
+        dataset = open_dataset(place)
         manifest = dataset.manifest
         reference = parse_root(dataset.reader.read(ROOT)).manifest.sha256
         named = {ROOT, manifest_path(reference)}
@@ -117,11 +164,8 @@ def _published(root: Path) -> tuple[_Published | None, set[str], KVFormatError |
     return published, named, None
 
 
-def _orphans(root: Path, named: set[str]) -> tuple[_Orphan, ...]:
-    """Files no root names: the rest of an interrupted publication, or foreign ones.
-
-    Where nothing is published, only the folders a writer uses are looked at: the directory may be anything.
-    """
+def _local_orphans(root: Path, named: set[str]) -> tuple[_Orphan, ...]:
+    """Where nothing is published, only the folders a writer uses are looked at: the directory may be anything."""
     from kvformat.storage.local_read import LocalReader
 
     if named:
@@ -133,20 +177,33 @@ def _orphans(root: Path, named: set[str]) -> tuple[_Orphan, ...]:
             if (root / folder).is_dir()
             for name in LocalReader(root / folder, use_mmap=False).walk()
         ]
-    found = []
-    for name in walked:
-        if name not in named and name.partition("/")[0] != STAGING:
-            try:
-                found.append(_Orphan(path=name, nbytes=(root / name).lstat().st_size))
-            except FileNotFoundError:  # a writer goes on meanwhile
-                continue
-    return tuple(found)
+
+    def sizes() -> Iterable[tuple[str, int]]:
+        for name in walked:
+            if name not in named:
+                try:
+                    yield name, (root / name).lstat().st_size
+                except FileNotFoundError:  # a writer goes on meanwhile
+                    continue
+
+    return _orphans(sizes(), named, foreign=bool(named))
+
+
+def _orphans(files: Iterable[tuple[str, int]], named: set[str], *, foreign: bool) -> tuple[_Orphan, ...]:
+    """Files no root names: the rest of an interrupted publication, and ``foreign`` ones where that is asked for."""
+    return tuple(
+        _Orphan(path=name, nbytes=nbytes)
+        for name, nbytes in files
+        if name not in named and name.partition("/")[0] != STAGING and (foreign or name.partition("/")[0] in _FOLDERS)
+    )
 
 
 def _document(found: _State, fault: KVFormatError | None) -> dict[str, Any]:
     import msgspec
 
     document: dict[str, Any] = {"ok": fault is None, **msgspec.to_builtins(found)}
+    if found.spools is None:
+        del document["spools"]
     if fault is not None:
         document["error"] = output.finding(fault.code, fault.message, fault.path, fault.record, fault.layer)
     return document
@@ -170,6 +227,9 @@ def _lines(found: _State, fault: KVFormatError | None, without_root: str | None)
     lines += [f"not a staging directory, left alone: {output.plain(other)}" for other in found.unknown_staging]
     if not found.staging:
         lines.append("no staged work")
+    for one in found.spools or ():
+        size = f"{output.counted(one.files, 'file')}, {output.size_text(one.nbytes)}"
+        lines.append(f"spool, {one.state} ({_STATES[one.state]}): {output.plain(one.path)}, {size}")
     if found.orphans:
         size = output.size_text(sum(orphan.nbytes for orphan in found.orphans))
         why = "the dataset does not name" if found.published is not None else "no published dataset names"

@@ -13,21 +13,37 @@ from kvformat.interfaces import Extractor
 from kvformat.read.dataset import Dataset
 from kvformat.read.opening import open_dataset
 from kvformat.spec.context import differences
-from kvformat.spec.paths import ROOT
+from kvformat.spec.paths import ROOT, STAGING
 from kvformat.spec.schema import Schema
 from kvformat.storage.faults import translated
+from kvformat.storage.remote import Remote
 
 __all__ = ["check_comparable", "check_context", "check_plan", "check_schema", "check_target"]
 
 
-def check_target(root: Path) -> Dataset | None:
+def check_target(target: Path | Remote, *, probe: bool) -> Dataset | None:
     """The dataset that is finished at a location, or None where one can be made.
+
+    Parameters
+    ----------
+    probe
+        Whether to try that an object store can be written to, and commits; otherwise nothing is written.
 
     Raises
     ------
     StorageError
-        E207 where a file stands in the way, or the directory may not be written to.
+        E207 where a file stands in the way, or the location may not be written to; E208, E209 of an object store.
     """
+    if isinstance(target, Path):
+        return _check_directory(target)
+    if target.stat(ROOT) is not None:
+        return open_dataset(target)
+    if probe:
+        target.require_create(f"{STAGING}/")
+    return None
+
+
+def _check_directory(root: Path) -> Dataset | None:
     with translated(root):
         if (root / ROOT).exists():
             return open_dataset(root)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from msgspec.structs import replace
 
@@ -21,7 +20,8 @@ from kvformat.read.opening import open_dataset
 from kvformat.spec.context import Context
 from kvformat.spec.digests import context_digest
 from kvformat.spec.layout import Layout
-from kvformat.storage.location import local_path
+from kvformat.storage.readers import Location
+from kvformat.storage.remote import RemoteOptions
 from kvformat.write.create import create
 from kvformat.write.writer import Writer
 
@@ -61,7 +61,10 @@ def run(
     *,
     model: str | os.PathLike[str],
     documents: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    out: Location,
+    storage_options: Mapping[str, Any] | None = None,
+    remote_options: RemoteOptions | None = None,
+    spool: str | os.PathLike[str] | None = None,
     revision: str | None = None,
     dtype: str | None = None,
     compute_dtype: str | None = None,
@@ -90,7 +93,10 @@ def run(
     documents
         JSON Lines: objects with ``id`` and one of ``text``, ``messages``, ``token_ids``.
     out
-        Where the dataset goes: local directory or ``file://`` URL.
+        Where the dataset goes: local directory, ``file://`` URL, or URL of an object store such as
+        ``s3://bucket/dataset``.
+    storage_options, remote_options, spool
+        Of an object store; as for :func:`kvformat.create`.
     dtype, compute_dtype, device, attn_implementation, layers, context
         As for :meth:`kvformat.extract.HuggingFaceExtractor.load`.
     batch_size
@@ -121,14 +127,17 @@ def run(
         E300 to E306, E104.
     StorageError
         E200 when space is short: before the model is loaded, and again where loading it shows that it continues less.
-        E207 where ``out`` cannot be written to, before anything is read.
+        E207 where ``out`` cannot be written to, E209 where an object store cannot commit, before anything is read.
     IdentityError
         E118 where another dataset is at ``out``, or one that cannot be compared.
     """
     options = ExtractionOptions(
         model=str(model),
         documents=documents_path(documents),
-        out=local_path(out),
+        out=out,
+        storage_options=storage_options,
+        remote_options=remote_options,
+        spool=spool,
         revision=revision,
         dtype=dtype,
         compute_dtype=compute_dtype,
@@ -147,14 +156,14 @@ def run(
 
 
 def _run(options: ExtractionOptions, report: Progress) -> Dataset:
-    root = options.out
+    target = options.target()
     report.phase("read")
-    described, plan, finished = prepare(options)
+    described, plan, finished = prepare(options, target, probe=True)
     known = known_of(described, options, context=options.context)
     size: Estimate | None = None
     if finished is None:
-        size = size_of(plan, described, options, known=known)
-        require_space(size, root)
+        size = size_of(plan, described, options, target, known=known)
+        require_space(size, options.space(target))
     report.phase("load")
     extractor = _load(options, plan, described.revision)
     if extractor.schema != described.schema:
@@ -176,11 +185,12 @@ def _run(options: ExtractionOptions, report: Progress) -> Dataset:
     if size is not None:
         # Other weights continue nothing: what was counted above may have to be written again.
         known = replace(known, context=context_digest(extractor.context).hex(), tag=whole)
-        require_space(replace(size, staged_nbytes=staged_nbytes(root, known)), root)
+        require_space(replace(size, staged_nbytes=staged_nbytes(target, known)), options.space(target))
     return _extract(
         extractor,
         plan,
-        root,
+        target,
+        spool=options.spool,
         batch_size=options.batch_size,
         shard_nbytes=options.shard_nbytes,
         tag=whole,
@@ -208,8 +218,9 @@ def _load(options: ExtractionOptions, plan: Plan, revision: str | None) -> Huggi
 def extract_plan(
     extractor: Extractor,
     plan: Plan,
-    out: Path,
+    out: Location,
     *,
+    spool: str | os.PathLike[str] | None = None,
     batch_size: int = 1,
     shard_nbytes: int = 1 << 30,
     tag: str = "",
@@ -220,6 +231,10 @@ def extract_plan(
 
     Parameters
     ----------
+    out
+        As for :func:`run`; a :class:`~kvformat.storage.remote.Remote` for a URL with options of its own.
+    spool
+        As for :func:`kvformat.create`.
     tag
         Part of the plan's identity: runs with different tags never continue each other. Where the context is unknown
         and the extractor has no ``values_digest``, nothing else keeps two models apart: name here what determines the
@@ -235,6 +250,7 @@ def extract_plan(
         extractor,
         plan,
         out,
+        spool=spool,
         batch_size=batch_size,
         shard_nbytes=shard_nbytes,
         tag=_staging_tag(extractor, tag, report),
@@ -252,8 +268,9 @@ def _staging_tag(extractor: Extractor, tag: str, report: Progress) -> str:
 def _extract(
     extractor: Extractor,
     plan: Plan,
-    out: Path,
+    out: Location,
     *,
+    spool: str | os.PathLike[str] | None,
     batch_size: int,
     shard_nbytes: int,
     tag: str,
@@ -273,6 +290,7 @@ def _extract(
         shard_nbytes=shard_nbytes,
         resume=True,
         tag=tag,
+        spool=spool,
         allow_non_finite=allow_non_finite,
     ) as writer:
         pending: list[PlannedDocument] = []

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import index
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from kvformat.errors import make_error
 from kvformat.spec import limits
 from kvformat.spec.context import Context
+from kvformat.storage.readers import Location, remote_of
+from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.write.spool import spool_directory
 
 __all__ = ["ContextKind", "ExtractionOptions", "context_kind", "documents_path", "layer_numbers"]
 
@@ -32,7 +35,10 @@ class ExtractionOptions(Struct, frozen=True, kw_only=True):
 
     model: str
     documents: Path
-    out: Path
+    out: Location
+    storage_options: Mapping[str, Any] | None
+    remote_options: RemoteOptions | None
+    spool: str | os.PathLike[str] | None
     revision: str | None
     dtype: str | None
     compute_dtype: str | None
@@ -52,6 +58,14 @@ class ExtractionOptions(Struct, frozen=True, kw_only=True):
             raise make_error("E081", f"batch_size must be at least 1, found {self.batch_size}")
         if not 1 <= self.shard_nbytes <= limits.MAX_FILE_NBYTES:
             raise make_error("E081", f"shard_nbytes must be 1 to 2^48-1, found {self.shard_nbytes}")
+
+    def target(self) -> Path | Remote:
+        """The directory or the object store the dataset goes to; E081, E206 where it is neither."""
+        return remote_of(self.out, storage_options=self.storage_options, remote_options=self.remote_options)
+
+    def space(self, target: Path | Remote) -> Path:
+        """Where disk space is needed: for the dataset, or for shards that wait for their upload."""
+        return target if isinstance(target, Path) else spool_directory(self.spool)
 
 
 def context_kind(context: object) -> ContextKind:

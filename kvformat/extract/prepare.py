@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -15,7 +16,8 @@ from kvformat.extract.size import Estimate, estimate_size
 from kvformat.extract.staged import Known, staged_nbytes
 from kvformat.extract.tag import model_name
 from kvformat.extract.tokenise import Tokeniser
-from kvformat.storage.location import local_path
+from kvformat.storage.readers import Location
+from kvformat.storage.remote import Remote, RemoteOptions
 
 if TYPE_CHECKING:
     import os
@@ -30,7 +32,10 @@ def estimate(
     *,
     model: str | os.PathLike[str],
     documents: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    out: Location,
+    storage_options: Mapping[str, Any] | None = None,
+    remote_options: RemoteOptions | None = None,
+    spool: str | os.PathLike[str] | None = None,
     revision: str | None = None,
     dtype: str | None = None,
     compute_dtype: str | None = None,
@@ -52,14 +57,17 @@ def estimate(
     UsageError
         E081.
     StorageError
-        E207 where :func:`run` could not write to ``out``.
+        E207 where :func:`run` could not write to ``out``; of an object store that is found out by :func:`run` alone.
     IdentityError
         E118 where another dataset is at ``out``, or one of an unknown context.
     """
     options = ExtractionOptions(
         model=str(model),
         documents=documents_path(documents),
-        out=local_path(out),
+        out=out,
+        storage_options=storage_options,
+        remote_options=remote_options,
+        spool=spool,
         revision=revision,
         dtype=dtype,
         compute_dtype=compute_dtype,
@@ -69,22 +77,26 @@ def estimate(
         add_generation_prompt=add_generation_prompt,
         special_tokens=special_tokens,
     )
-    described, plan, finished = prepare(options)
-    size = size_of(plan, described, options, known=known_of(described, options))
+    target = options.target()
+    described, plan, finished = prepare(options, target)
+    size = size_of(plan, described, options, target, known=known_of(described, options))
     return replace(size, finished=finished is not None)
 
 
-def prepare(options: ExtractionOptions) -> tuple[Description, Plan, Dataset | None]:
+def prepare(
+    options: ExtractionOptions, target: Path | Remote, *, probe: bool = False
+) -> tuple[Description, Plan, Dataset | None]:
     """Description of the model, plan of the documents, and the dataset of that plan where it is finished already.
 
-    Errors as for :func:`estimate`; what can be refused with little work is refused first.
+    With ``probe`` an object store is tried first, see :func:`kvformat.extract.finished.check_target`. Errors as for
+    :func:`estimate`; what can be refused with little work is refused first.
     """
     try:
         from kvformat.extract.hf import check_device, describe
     except ModuleNotFoundError as error:
         raise make_error("E205", f"extraction needs {error.name}: pip install 'kvformat[hf]'") from error
     check_device(options.device)
-    finished = check_target(options.out)
+    finished = check_target(target, probe=probe)
     described = describe(
         options.model,
         revision=options.revision,
@@ -121,16 +133,19 @@ def known_of(described: Description, options: ExtractionOptions, **more: str) ->
     return Known(schema=described.schema, shard_nbytes=options.shard_nbytes, members=tag)
 
 
-def size_of(plan: Plan, described: Description, options: ExtractionOptions, *, known: Known) -> Estimate:
+def size_of(
+    plan: Plan, described: Description, options: ExtractionOptions, target: Path | Remote, *, known: Known
+) -> Estimate:
     """Size of the dataset of a plan."""
     return estimate_size(
         plan.records(),
         documents=len(plan),
         name_nbytes=plan.name_nbytes,
         schema=described.schema,
-        out=options.out,
+        out=options.space(target),
         shard_nbytes=options.shard_nbytes,
-        staged_nbytes=staged_nbytes(options.out, known),
+        staged_nbytes=staged_nbytes(target, known),
+        spooled=not isinstance(target, Path),
         family=described.family,
         compute_dtype=described.compute_dtype,
     )

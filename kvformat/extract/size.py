@@ -13,6 +13,7 @@ from kvformat.extract.staged import SHARD_SLOTS
 from kvformat.spec import limits
 from kvformat.spec.layout import Layout
 from kvformat.spec.schema import Schema
+from kvformat.write.spool import MOST_SHARDS
 
 __all__ = ["Estimate", "estimate_size", "require_space"]
 
@@ -38,6 +39,9 @@ class Estimate(Struct, frozen=True, kw_only=True):
         Room for everything else, generously counted: hardly ever is so much written.
     free_nbytes, staged_nbytes
         Free space where the dataset goes, and what an interrupted run left there for this one to continue.
+    spool_nbytes
+        Where the dataset goes to an object store: the most bytes that wait for their upload at once. ``free_nbytes``
+        is that of the spool then. None for a local dataset.
     family, compute_dtype, schema
         Of the model.
     finished
@@ -58,13 +62,19 @@ class Estimate(Struct, frozen=True, kw_only=True):
     family: str
     compute_dtype: str
     schema: Schema
+    spool_nbytes: int | None = None
     finished: bool = False
 
     @property
     def needed_nbytes(self) -> int:
-        """Space that must be free: everything, less what is staged; none where the dataset is finished."""
+        """Space that must be free: everything, less what is staged; none where the dataset is finished.
+
+        For an object store, what the spool takes.
+        """
         if self.finished:
             return 0
+        if self.spool_nbytes is not None:
+            return self.spool_nbytes
         return max(0, self.nbytes + self.index_nbytes - self.staged_nbytes)
 
     @property
@@ -83,6 +93,7 @@ def estimate_size(
     shard_nbytes: int,
     shard_slots: int = SHARD_SLOTS,
     staged_nbytes: int = 0,
+    spooled: bool = False,
     family: str,
     compute_dtype: str,
 ) -> Estimate:
@@ -93,9 +104,11 @@ def estimate_size(
     records
         Tokens of each record, in order.
     out
-        Where the dataset goes; need not exist.
+        Where the dataset goes; need not exist. Its spool, where that is an object store.
     staged_nbytes
         Bytes of finished shards that this very run will find there.
+    spooled
+        Whether shards only wait at ``out`` for their upload.
 
     Raises
     ------
@@ -104,12 +117,13 @@ def estimate_size(
     """
     layout = Layout(schema)
     header = layout.header_size(limits.VERSION, shard_slots)
-    count = tokens = longest = payload = shards = filled = slots = 0
+    count = tokens = longest = payload = shards = filled = slots = largest = 0
     for num_tokens in records:
         nbytes = layout.place((num_tokens,)).nbytes
         if shards == 0 or slots >= shard_slots or filled + nbytes > shard_nbytes:
             shards, filled, slots = shards + 1, 0, 0
         filled, slots = filled + nbytes, slots + 1
+        largest = max(largest, filled)
         count, tokens, longest, payload = count + 1, tokens + num_tokens, max(longest, num_tokens), payload + nbytes
     return Estimate(
         documents=documents,
@@ -122,6 +136,7 @@ def estimate_size(
         index_nbytes=count * _INDEX_RECORD + documents * _INDEX_NAME + name_nbytes + _SLACK,
         free_nbytes=shutil.disk_usage(_existing(out)).free,
         staged_nbytes=staged_nbytes,
+        spool_nbytes=min(shards, MOST_SHARDS) * (largest + header) if spooled else None,
         family=family,
         compute_dtype=compute_dtype,
         schema=schema,
@@ -137,11 +152,14 @@ def require_space(estimate: Estimate, out: Path) -> None:
         E200 with the number of bytes needed.
     """
     if not estimate.fits:
+        short = estimate.needed_nbytes - estimate.free_nbytes
+        remedy = "store fewer layers or documents, or choose another location"
+        if estimate.spool_nbytes is not None:
+            remedy = "choose smaller shards, or another spool"
         raise make_error(
             "E200",
-            f"{estimate.needed_nbytes:,} bytes are needed and {estimate.free_nbytes:,} are free; free "
-            f"{estimate.needed_nbytes - estimate.free_nbytes:,} bytes, store fewer layers or documents, or choose "
-            "another location",
+            f"{estimate.needed_nbytes:,} bytes are needed and {estimate.free_nbytes:,} are free; free {short:,} "
+            f"bytes, {remedy}",
             path=out,
         )
 

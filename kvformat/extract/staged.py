@@ -13,6 +13,7 @@ from kvformat.spec import canonical, limits
 from kvformat.spec.digests import schema_digest
 from kvformat.spec.layout import Layout
 from kvformat.spec.schema import Schema
+from kvformat.storage.remote import Remote
 from kvformat.write.staging import Plan, stagings
 
 __all__ = ["SHARD_SLOTS", "Known", "staged_nbytes"]
@@ -52,14 +53,17 @@ class Known(Struct, frozen=True, kw_only=True):
         return plan == mine and self.members.items() <= members(plan.tag).items()
 
 
-def staged_nbytes(root: Path, known: Known) -> int:
-    """Bytes of the finished shards that a run will find staged below ``root``.
+def staged_nbytes(target: Path | Remote, known: Known) -> int:
+    """Bytes of the finished shards that a run will find staged at its target, and need not have space for again.
 
-    Of several plans that agree, the run can be of one only: the one with the least counts, so that too much space may
-    be asked for, and never too little.
+    In an object store nothing is counted: the space a run needs here is that of its spool, whatever is there. Of
+    several plans that agree, the run can be of one only: the one with the least counts, so that too much space may be
+    asked for, and never too little.
     """
+    if not isinstance(target, Path):
+        return 0
     found: dict[str, tuple[int, int]] = {}
-    for path in stagings(root):
+    for path in stagings(target):
         plan = _plan(path)
         if plan is not None and path.name.startswith(plan.digest) and known.agrees(plan):
             # Of several directories of one plan the run continues the one that got furthest.

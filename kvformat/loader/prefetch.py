@@ -18,6 +18,7 @@ from kvformat.errors import make_error
 from kvformat.loader.batch import Batch
 from kvformat.loader.cursor import Cursor, Draw
 from kvformat.loader.dataset import batch_of
+from kvformat.loader.foresight import Foresight, Sized
 from kvformat.loader.iteration import Iteration
 from kvformat.loader.layouts import BatchLayout, LayoutName, as_layout
 from kvformat.loader.lookup import as_source, numbers_of
@@ -43,10 +44,6 @@ class _Stand(NamedTuple):
 
     cursor: Cursor | None
     iteration: Iteration | None
-
-
-_Sized = tuple[Batch, int]
-"""A batch, and about how many bytes it will have."""
 
 
 class _Sums:
@@ -83,6 +80,8 @@ class KVLoader:
         Pack into page-locked memory, for copies to a CUDA device.
     prefetch_nbytes
         Bytes of batches packed or in work beyond the one the consumer has; at least one batch is, and at most 256 are.
+        Of a remote dataset, what the sampler draws after these is fetched ahead: as many bytes again where they are
+        kept in memory, else up to half of the cache.
     num_threads
         Threads that pack.
 
@@ -199,13 +198,16 @@ class KVLoader:
         largest = 0
         sums = self._sums
         work = _Ahead(self._pack, self._prefetch_nbytes, self._num_threads)
+        room = self.source.room_nbytes
+        most = self._prefetch_nbytes if room is None else room
+        foresight = Foresight(lambda: self._next(draws), self.source, self._plan.wanted, most)
         begun, before_s = time.perf_counter(), sums.elapsed_s
         try:
             asked = begun
-            ahead = self._fill(work, self._next(draws), draws)
+            ahead = self._fill(work, foresight.next(), foresight)
             while work:
                 batch, pack_s = work.take()
-                ahead = self._fill(work, ahead, draws)  # while the consumer is busy with this one
+                ahead = self._fill(work, ahead, foresight)  # while the consumer is busy with this one
                 now = time.perf_counter()
                 sums.wait_s += now - asked
                 sums.elapsed_s = before_s + now - begun
@@ -222,18 +224,20 @@ class KVLoader:
                 asked = time.perf_counter()
             self._stand = None  # the sampler stands there too, and follows its `set_epoch`
         finally:
+            foresight.close()
             work.close()
             # The next epoch needs as much again, and one batch while the consumer has another.
             self.source.pool(pin_memory=self._pin_memory).trim(self._prefetch_nbytes + 2 * largest)
 
-    def _fill(self, work: _Ahead, ahead: _Sized | None, draws: Iterator[Any]) -> _Sized | None:
+    @staticmethod
+    def _fill(work: _Ahead, ahead: Sized | None, foresight: Foresight) -> Sized | None:
         """Have as many batches packed as there is room for; the one for which there is none."""
-        while ahead is not None and work.has_room(ahead[1]):
+        while ahead is not None and work.has_room(ahead.nbytes):
             work.submit(*ahead)
-            ahead = self._next(draws)
+            ahead = foresight.next()
         return ahead
 
-    def _next(self, draws: Iterator[Any]) -> _Sized | None:
+    def _next(self, draws: Iterator[Any]) -> Sized | None:
         """The next batch to pack, and its size."""
         draw = next(draws, None)
         if draw is None:
@@ -246,7 +250,7 @@ class KVLoader:
             kind = "names" if len(draw) and isinstance(draw[0], str) else "records"
             numbers = numbers_of(self.source, kind, draw)
         tokens = self.source.collection.tokens(np.array(numbers, np.int64))
-        return batch_of(self.source, numbers, self.layout, draw), self._plan.estimate(tokens)
+        return Sized(batch_of(self.source, numbers, self.layout, draw), self._plan.estimate(tokens))
 
     def _pack(self, batch: Batch) -> tuple[Batch, float]:
         begun = time.perf_counter()

@@ -16,9 +16,9 @@ from kvformat.loader.plan import Plan
 from kvformat.read.dataset import Dataset
 
 if TYPE_CHECKING:
-    from kvformat.read.copyable import Wanted
     from kvformat.read.dataset import Place
     from kvformat.read.record import Record
+    from kvformat.read.stored import Wanted
 
 __all__ = ["Origin", "Source", "find_source", "source_of"]
 
@@ -107,11 +107,39 @@ class Source:
         dataset, own = self.collection.resolve(number)
         return dataset[own]
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether any of it has to be fetched."""
+        return any(dataset.reader.is_remote for dataset in self.collection.datasets)
+
+    @property
+    def room_nbytes(self) -> int | None:
+        """Bytes that may be fetched ahead of their use without driving out what is in use; None: as many as fit."""
+        rooms = [dataset.ahead_nbytes for dataset in self.collection.datasets]
+        return min((room for room in rooms if room is not None), default=None)
+
+    def announce(self, numbers: Sequence[int], wanted: Wanted) -> int:
+        """Have records fetched meanwhile, where they are elsewhere; the bytes on their way for it."""
+        if not self.is_remote:
+            return 0
+        own: dict[int, tuple[Dataset, list[int]]] = {}
+        for number in numbers:
+            dataset, at = self.collection.resolve(number)
+            own.setdefault(id(dataset), (dataset, []))[1].append(at)
+        return sum(dataset.announce(records, wanted) for dataset, records in own.values())
+
+    def forget(self) -> None:
+        """Drop what was announced and not used."""
+        for dataset in self.collection.datasets:
+            if dataset.reader.is_remote:
+                dataset.forget()
+
     def places(self, numbers: Sequence[int], bits: int, wanted: Wanted) -> list[Place]:
         """Where records lie, and which of them may be copied as they are; see :meth:`Dataset.places`."""
         datasets = self.collection.datasets
         if len(datasets) == 1:
             return datasets[0].places(numbers, bits, wanted)
+        self.announce(numbers, wanted)
         resolved = map(self.collection.resolve, numbers)
         return [dataset.places((own,), bits, wanted)[0] for dataset, own in resolved]
 
@@ -153,4 +181,4 @@ def _source(collection: Collection, token: str = "") -> Source:
 
 
 def _key(collection: Collection) -> str:
-    return collection.id + "".join(repr(dataset.__reduce__()[1]) for dataset in collection.datasets)
+    return collection.id + "".join(dataset.opened_as for dataset in collection.datasets)

@@ -13,7 +13,8 @@ from kvformat.spec import canonical, limits
 from kvformat.spec.context import Context, TensorDigest, layer_groups_problem
 from kvformat.spec.manifest import CoveredFile
 from kvformat.spec.paths import covered_path
-from kvformat.storage.local_read import LocalReader, OpenFile, sha256_of
+from kvformat.storage.local_read import OpenFile, sha256_of
+from kvformat.storage.readers import Reader
 
 __all__ = ["InverseFrequencies", "TensorList", "check_covered", "read_covered"]
 
@@ -40,12 +41,12 @@ class InverseFrequencies(Struct, frozen=True, kw_only=True, forbid_unknown_field
     groups: tuple[FrequencyGroup, ...]
 
 
-def read_covered(reader: LocalReader, file: CoveredFile) -> bytes:
+def read_covered(reader: Reader, file: CoveredFile) -> bytes:
     """A covered file whose digest was checked; E002, E003, E005, E006."""
     return bytes(_open_checked(reader, file).read(0, file.size))
 
 
-def check_covered(reader: LocalReader, file: CoveredFile, context: Context) -> Iterator[KVFormatError]:
+def check_covered(reader: Reader, file: CoveredFile, context: Context) -> Iterator[KVFormatError]:
     """Digest of a covered file, and E044 of its content in a dataset of this context."""
     opened = _open_checked(reader, file)
     if file.name not in ("weights", "inv_freq"):
@@ -78,8 +79,8 @@ def check_covered(reader: LocalReader, file: CoveredFile, context: Context) -> I
         yield make_error("E044", f"covered file {file.name!r}: {error.message}", path=path)
 
 
-def _open_checked(reader: LocalReader, file: CoveredFile) -> OpenFile:
-    opened = reader.open(covered_path(file.sha256), nbytes=file.size)
+def _open_checked(reader: Reader, file: CoveredFile) -> OpenFile:
+    opened = reader.open(covered_path(file.sha256), nbytes=file.size, sha256=file.sha256)
     if sha256_of(opened, file.size).hex() != file.sha256:
         raise make_error("E006", f"the SHA-256 of covered file {file.name!r} differs: restore it", path=opened.path)
     return opened

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvformat.errors import make_error
-from kvformat.read.stored import StoredRecord
+from kvformat.read.stored import StoredRecord, Wanted
 from kvformat.spec import digests
-from kvformat.spec.layout import Placed, Placement
+from kvformat.spec.layout import Placed
 
 if TYPE_CHECKING:
     from kvformat.storage.local_read import FileIdentity
@@ -24,9 +24,6 @@ __all__ = ["CopyableRecord", "Proof", "Wanted"]
 # Copied and hashed in one go: small enough that what was copied is still in the processor's cache.
 _GROUP_NBYTES = 1 << 18
 _POPULATE_READ = 22  # Linux 5.14; Python has no name for it
-
-Wanted = Sequence[tuple[str, Sequence[tuple[int, int]]]]
-"""By tensor, runs of (first slab, number of slabs)."""
 
 
 class Proof(NamedTuple):
@@ -61,6 +58,7 @@ class CopyableRecord(StoredRecord):
         out = _fitting(out, nbytes, self.index)
         flags = self._shard.checks.flags
         level = self._dataset.level
+        self._need()
         self._advise_once()
         verified = self._body_is_verified()
         if verified or nbytes <= _GROUP_NBYTES:
@@ -95,13 +93,15 @@ class CopyableRecord(StoredRecord):
         placed = placement.tensors[name]
         nbytes = placed.slab_nbytes
         out = _fitting(out, nbytes, self.index)
+        if self._shard.fetches:
+            self._need([(name, [(row, 1)])])
         checks = self._shard.checks
         level = self._dataset.level
         self._shard.file.read_into(out, self._offset + placed.offset + row * nbytes)
         if level == 2 or not checks.flags[self._slot] >> placed.bit & 1:
             if level == 2 or (level and not checks.slabs.get((self._slot, placed.bit), 0) >> row & 1):
                 self._compare(placed, row, 1, out, self._sums())
-            self._slabs_done(placed, row, 1)
+            self.slabs_done(placed, row, 1)
         if self._body_is_verified():
             self._keep_span()
         return nbytes
@@ -120,6 +120,8 @@ class CopyableRecord(StoredRecord):
 
     def copy_tensor(self, out: memoryview, placed: Placed) -> None:
         """Copy a tensor, verified, to ``out``, which has its size."""
+        if self._shard.fetches:
+            self._need([(placed.name, [(0, self._dataset.slabs[placed.name])])])
         file = self._shard.file
         flags = self._shard.checks.flags
         start = self._offset + placed.offset
@@ -141,11 +143,6 @@ class CopyableRecord(StoredRecord):
     # -- pieces to copy from -------------------------------------------------------------------------------------
 
     @property
-    def placement(self) -> Placement:
-        """Where the tensors of the record stand."""
-        return self._placement
-
-    @property
     def start(self) -> int:
         """Where the record begins in its shard, in bytes."""
         return self._offset
@@ -159,8 +156,12 @@ class CopyableRecord(StoredRecord):
         return shard.array
 
     def advise(self, wanted: Wanted) -> None:
-        """Have the system read ahead what is wanted, and no more, where nothing of the record was touched yet."""
-        self._advise_once(self._ranges(wanted))
+        """Have the system read ahead what is wanted, and no more, where nothing of the record was touched yet.
+
+        What is elsewhere is here when this returns.
+        """
+        self._need(wanted)
+        self._advise_once(self.ranges(wanted))
 
     def pieces(self, placed: Placed, row: int, rows: int) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
         """Slabs ``row`` to ``row + rows`` of a tensor, verified just before they are given out.
@@ -195,13 +196,16 @@ class CopyableRecord(StoredRecord):
                 wanted = (1 << count) - 1 << at
                 if level == 2 or done & wanted != wanted:
                     self._compare(placed, at, count, part.data, sums)
-                    self._slabs_done(placed, at, count)
+                    self.slabs_done(placed, at, count)
             yield at, count, part.reshape(count, slab)
 
     # -- proofs for other processes ------------------------------------------------------------------------------
 
     def prove(self, wanted: Wanted) -> Proof:
         """Verify tensors, and have their bytes in memory; what was verified, for another process."""
+        if self._shard.fetches and not self._shard.shared:
+            # What this process fetched would not be found by the other one.
+            return Proof(self._shard.checks.identity, 0, ())
         self.advise(wanted)
         for name, runs in wanted:
             placed = self._placement.tensors[name]
@@ -221,8 +225,11 @@ class CopyableRecord(StoredRecord):
 
         Nor of one that was written to meanwhile: the proof is of the bytes that were there.
         """
+        if self._dataset.level != 1:
+            return
+        self._shard.trust(proof.identity)
         checks = self._shard.checks
-        if checks.identity != proof.identity or self._dataset.level != 1:
+        if checks.identity != proof.identity:
             return
         flags = checks.flags[self._slot]
         known = {bit: checks.slabs.get((self._slot, bit), 0) for bit, _ in proof.slabs}
@@ -234,28 +241,12 @@ class CopyableRecord(StoredRecord):
         for bit, done in news:
             self._mark(bit, counts[bit], done)
 
-    def _ranges(self, wanted: Wanted) -> Iterator[tuple[int, int]]:
-        """Start in the file and number of bytes of what is wanted; what lies together in one."""
-        start = end = 0
-        tensors = self._placement.tensors
-        for name, runs in sorted(wanted, key=lambda entry: tensors[entry[0]].offset):
-            placed = tensors[name]
-            for row, rows in sorted(runs):
-                begin = self._offset + placed.offset + row * placed.slab_nbytes
-                if begin != end:
-                    if end > start:
-                        yield start, end - start
-                    start = begin
-                end = begin + rows * placed.slab_nbytes
-        if end > start:
-            yield start, end - start
-
     def _populate(self, wanted: Wanted) -> None:
         """Have what is wanted in the page cache, where the system has a call that waits for it."""
         mapped = self._shard.file.mapped
         if mapped is None:
             return
-        for start, nbytes in self._ranges(wanted):
+        for start, nbytes in self.ranges(wanted):
             begin = start // mmap.PAGESIZE * mmap.PAGESIZE
             with contextlib.suppress(OSError, ValueError):
                 mapped.madvise(_POPULATE_READ, begin, start + nbytes - begin)

@@ -11,12 +11,14 @@ from kvformat.errors import make_error
 from kvformat.read.index import IndexReader
 from kvformat.read.ranks import AllGather, ask_same
 from kvformat.read.record import Record
+from kvformat.read.records import RecordPool
 from kvformat.read.shards import ShardPool
 from kvformat.spec.context import Context, Text, differences
 from kvformat.spec.layout import Layout, Placement
 from kvformat.spec.manifest import Manifest
 from kvformat.spec.schema import SHARED_ROLES, Schema
-from kvformat.storage.local_read import LocalReader
+from kvformat.storage.readers import Reader
+from kvformat.storage.remote_read import RemoteReader
 from kvformat.tensors import writable_bytes
 
 if TYPE_CHECKING:
@@ -24,13 +26,14 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from kvformat.read.copyable import Wanted
+    from kvformat.read.stored import Wanted
 
-__all__ = ["IO", "LEVELS", "Dataset", "Place", "Verify"]
+__all__ = ["LEVELS", "Dataset", "Place", "Verify"]
 
 Verify = Literal["first", "always", "off"]
-IO = Literal["auto", "mmap", "pread"]
 LEVELS = {"off": 0, "first": 1, "always": 2}
+_SMALL_NBYTES = 2 << 20
+_SHARDS_HELD = 4
 
 
 Place = tuple[Placement, "NDArray[np.uint8] | None", int, "Record | None"]
@@ -48,7 +51,7 @@ class Dataset:
     id
         Dataset id: SHA-256 of the root, 64 hexadecimal digits.
     location
-        Where it was opened.
+        Where it was opened: the directory, or the URL without what belongs to its client.
     manifest
         Everything but tables and values.
     attached
@@ -59,15 +62,15 @@ class Dataset:
 
     def __init__(
         self,
-        reader: LocalReader,
+        reader: Reader,
         *,
-        location: str,
+        location: Any,
         dataset_id: str,
         manifest: Manifest,
         layout: Layout,
         options: dict[str, Any],
     ) -> None:
-        self.location = location
+        self.location = reader.location
         self.id = dataset_id
         self.manifest = manifest
         self.layout = layout
@@ -76,6 +79,7 @@ class Dataset:
         self.reader = reader
         self.attached: dict[str, object] = {}
         self.verify_s = 0.0
+        self._source = location
         self._options = options
         schema = manifest.schema
         self.num_dims = len(schema.dims)
@@ -85,12 +89,21 @@ class Dataset:
         self._slab_of = _slab_map(schema)
         self._layers = {c.name: c.layers for c in schema.components}
         self._length = manifest.totals.records
-        self.shards = ShardPool(
-            reader,
-            self.index,
-            max_open_files=options["max_open_files"],
-            tensors=self.num_components + len(schema.extras),
-        )
+        most = options["max_open_files"]
+        self.shards: ShardPool | RecordPool
+        if isinstance(reader, RemoteReader) and not self._whole_shards(reader):
+            self.shards = RecordPool(self, reader, max_open_files=most)
+        else:
+            tensors = self.num_components + len(schema.extras)
+            self.shards = ShardPool(reader, self.index, max_open_files=most, tensors=tensors)
+
+    def _whole_shards(self, reader: RemoteReader) -> bool:
+        """Whether the cache holds whole shards: as told, or where records are small and there is room for several."""
+        totals = self.manifest.totals
+        if reader.unit == "auto":
+            small = totals.nbytes <= totals.records * _SMALL_NBYTES
+            return small and (reader.cache_nbytes or 0) >= _SHARDS_HELD * totals.nbytes // totals.shards
+        return reader.unit == "shard"
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
@@ -128,6 +141,12 @@ class Dataset:
     def nbytes(self) -> int:
         """Bytes of all shards together."""
         return self.manifest.totals.nbytes
+
+    @property
+    def opened_as(self) -> str:
+        """Location, id and options but for credentials: the same in every process that opened it alike."""
+        shown = {name: value for name, value in sorted(self._options.items()) if name != "storage_options"}
+        return f"{self.location} {self.id} {shown}"
 
     def require(self, context: Context) -> None:
         """Refuse the dataset unless its context equals another, field by field.
@@ -186,7 +205,7 @@ class Dataset:
         return f"<kvformat.Dataset {self.location} ({len(self):,} records, id {self.id[:16]})>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.location, {**self._options, "expected_id": self.id})
+        return _reopen, (self._source, {**self._options, "expected_id": self.id})
 
     # -- records -------------------------------------------------------------------------------------------------
 
@@ -305,6 +324,8 @@ class Dataset:
             What is wanted of them.
         """
         found: list[Place] = []
+        if self.reader.is_remote and len(numbers) > 1:
+            self.shards.announce(numbers, wanted)
         listed, firsts, level = self.shards.listed, self.shards.firsts, self.level
         for number in numbers:
             shard = listed[bisect_right(firsts, number)] if 0 <= number < self._length else None
@@ -319,6 +340,26 @@ class Dataset:
             record.advise(wanted)
             found.append((record.placement, record.proved(bits), record.start, record))
         return found
+
+    def announce(self, numbers: Sequence[int], wanted: Wanted) -> int:
+        """Have what is wanted of records fetched meanwhile, where it is elsewhere.
+
+        Returns
+        -------
+        int
+            Bytes that are on their way for it, and not for an earlier call.
+        """
+        return self.shards.announce(numbers, wanted) if self.reader.is_remote else 0
+
+    def forget(self) -> None:
+        """Drop what was announced and not used."""
+        self.shards.forget()
+
+    @property
+    def ahead_nbytes(self) -> int | None:
+        """Bytes worth announcing ahead of their use: half of a cache; None without one."""
+        most = self.reader.cache_nbytes if isinstance(self.reader, RemoteReader) else None
+        return None if most is None else most // 2
 
     def tensors_in(self, buffer: Any, key: int | str) -> dict[str, torch.Tensor]:
         """Components of a record whose body :meth:`read_into` copied to the start of ``buffer``.
@@ -390,7 +431,7 @@ def _slab_map(schema: Schema) -> dict[tuple[str, int], tuple[str, int]]:
     return found
 
 
-def _reopen(location: str, options: dict[str, Any]) -> Dataset:
+def _reopen(location: Any, options: dict[str, Any]) -> Dataset:
     from kvformat.read.opening import open_dataset
 
     return open_dataset(location, **options)

@@ -18,7 +18,8 @@ from kvformat.errors import make_error
 from kvformat.spec import digests, limits
 from kvformat.spec.manifest import Manifest
 from kvformat.spec.paths import part_path, shard_path
-from kvformat.storage.local_read import LocalReader, OpenFile
+from kvformat.storage.local_read import OpenFile
+from kvformat.storage.readers import Reader
 
 __all__ = ["IndexReader", "ShardRow"]
 
@@ -44,7 +45,7 @@ class ShardRow(NamedTuple):
 class _Table:
     """Parts of one table, opened when first needed."""
 
-    def __init__(self, reader: LocalReader, manifest: Manifest, table: str, *, verify: bool) -> None:
+    def __init__(self, reader: Reader, manifest: Manifest, table: str, *, verify: bool) -> None:
         self._reader = reader
         self._manifest = manifest
         self._table = table
@@ -106,9 +107,9 @@ class _Table:
         part = self.parts[number]
         name = part_path(part.sha256)
         # Lookups jump: a mapping touches a few pages where reading would fetch the whole part.
-        file = self._reader.open(name, nbytes=part.size)
+        file = self._reader.open(name, nbytes=part.size, sha256=part.sha256)
         data = file.read(0, part.size)
-        if self._verify and hashlib.sha256(data).hexdigest() != part.sha256:
+        if self._verify and not self._reader.is_remote and hashlib.sha256(data).hexdigest() != part.sha256:
             raise make_error(
                 "E006", "the index part's SHA-256 is not the manifest's: restore the file", path=file.path
             )
@@ -142,7 +143,7 @@ class IndexReader:
         Hash a part when it is first touched.
     """
 
-    def __init__(self, reader: LocalReader, manifest: Manifest, *, verify: bool) -> None:
+    def __init__(self, reader: Reader, manifest: Manifest, *, verify: bool) -> None:
         self._reader = reader
         self._manifest = manifest
         self.shards = _Table(reader, manifest, "shards", verify=verify)

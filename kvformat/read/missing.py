@@ -8,7 +8,13 @@ from pathlib import Path
 from kvformat.errors import KVFormatError, make_error
 from kvformat.spec.paths import ROOT, STAGING
 
-__all__ = ["data_without_root", "not_published"]
+__all__ = ["DATA_WITHOUT_ROOT", "data_without_root", "not_published"]
+
+DATA_WITHOUT_ROOT = (
+    f"data lie here without {ROOT}, which is written last: a copy or upload did not finish, or that file was "
+    "lost; finish the copy, restore the file from where the data came from, or write the dataset again"
+)
+"""What it means, and what to do, where data lie without the root that would publish them."""
 
 _DATA = ("manifest", "shards")
 
@@ -26,7 +32,4 @@ def data_without_root(root: Path) -> str | None:
     """What it means, and what to do, where data lie at a location without the root that would publish them."""
     if os.path.lexists(root / ROOT) or not any((root / name).is_dir() for name in _DATA):
         return None
-    return (
-        f"data lie here without {ROOT}, which is written last: a copy or upload did not finish, or that file was "
-        "lost; finish the copy, restore the file from where the data came from, or write the dataset again"
-    )
+    return DATA_WITHOUT_ROOT

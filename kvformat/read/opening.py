@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 from kvformat.errors import KVFormatError, KVFormatWarning, make_error
-from kvformat.read.dataset import IO, LEVELS, Dataset, Verify
+from kvformat.read.dataset import LEVELS, Dataset, Verify
 from kvformat.read.missing import not_published
 from kvformat.spec import limits
 from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import Manifest, parse_manifest, parse_root
 from kvformat.spec.paths import ROOT, manifest_path
+from kvformat.storage.cache_options import CacheOptions
 from kvformat.storage.local_read import LocalReader
-from kvformat.storage.location import local_path
-from kvformat.storage.mounts import prefers_pread
+from kvformat.storage.readers import IO, Location, Reader, reader_of
+from kvformat.storage.remote import RemoteOptions
 
 __all__ = ["load_manifest", "open_dataset"]
 
 
 def open_dataset(
-    location: str | os.PathLike[str],
+    location: Location,
     *,
     expected_id: str | None = None,
     verify: Verify = "first",
     io: IO = "auto",
     max_open_files: int = 128,
+    cache: CacheOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    remote_options: RemoteOptions | None = None,
 ) -> Dataset:
     """Open a published dataset.
 
     Parameters
     ----------
     location
-        Local directory or ``file://`` URL.
+        Local directory, or URL: ``file://``, ``s3://``, ``gs://``, ``az://``, ``https://``, ``hf://`` and whatever
+        else fsspec has a file system for.
     expected_id
         Dataset id to insist on: pin it in what trains on the dataset.
     verify
@@ -42,9 +48,18 @@ def open_dataset(
     io
         ``mmap`` files, read them by ``pread``, or ``auto``: pread on network and FUSE mounts and where mapping fails,
         else mmap. A file that is cut short while it is mapped ends the process with SIGBUS; by ``pread`` that is E005.
-        So replace or remove the files of a dataset that is open; do not write to them.
+        So replace or remove the files of a dataset that is open; do not write to them. Of a URL it is about the files
+        of the cache.
     max_open_files
-        Shards held open; tensors that are alive keep theirs mapped beyond that.
+        Shards held open, or records of a URL; tensors that are alive keep theirs mapped beyond that.
+    cache
+        Of a URL: where to keep what was fetched and verified, for all processes of the machine. Without one, it is
+        kept in memory as long as it is used. A local directory is read in place.
+    storage_options
+        Of a URL: what fsspec's file system takes, such as credentials and ``endpoint_url``. They travel in a pickle of
+        the dataset, and appear nowhere else. By default the environment's.
+    remote_options
+        Of a URL: sizes, numbers and deadlines of requests.
 
     Raises
     ------
@@ -56,24 +71,34 @@ def open_dataset(
         E002 to E059.
     IdentityError
         E007 where the id is not ``expected_id``.
+    StorageError, UsageError, DependencyError
+        E203, E207, E208 of an object store; E211 of a cache's directory; E081, E205, E206.
     """
     if verify not in LEVELS:
         raise make_error("E081", f"verify must be one of {', '.join(LEVELS)}, found {verify!r}")
     if io not in ("auto", "mmap", "pread"):
         raise make_error("E081", f"io must be auto, mmap or pread, found {io!r}")
-    root = local_path(location)
-    use_mmap = io == "mmap" or (io == "auto" and not prefers_pread(root))
-    reader = LocalReader(root, use_mmap=use_mmap, or_read=io == "auto")
+    reader = reader_of(
+        location,
+        io=io,
+        cache=cache,
+        storage_options=storage_options,
+        remote_options=remote_options,
+        verify=verify != "off",
+    )
     identity, manifest, layout = load_manifest(reader, expected_id=expected_id)
     minor = int(manifest.version.partition(".")[2])
     if minor > limits.MINOR:
         message = f"written by version {manifest.version}, this reader knows {limits.VERSION}"
-        warnings.warn(KVFormatWarning(message, code="W003", path=str(root)), stacklevel=2)
-    options = {"verify": verify, "io": io, "max_open_files": max_open_files}
-    return Dataset(reader, location=str(root), dataset_id=identity, manifest=manifest, layout=layout, options=options)
+        warnings.warn(KVFormatWarning(message, code="W003", path=reader.location), stacklevel=2)
+    options: dict[str, Any] = {"verify": verify, "io": io, "max_open_files": max_open_files}
+    if reader.is_remote:
+        options |= {"cache": cache, "storage_options": storage_options, "remote_options": remote_options}
+    source = location if reader.is_remote else reader.location
+    return Dataset(reader, location=source, dataset_id=identity, manifest=manifest, layout=layout, options=options)
 
 
-def load_manifest(reader: LocalReader, *, expected_id: str | None = None) -> tuple[str, Manifest, Layout]:
+def load_manifest(reader: Reader, *, expected_id: str | None = None) -> tuple[str, Manifest, Layout]:
     """Dataset id, manifest and layout of the dataset under a reader; errors as for :func:`open_dataset`."""
     path = reader.path(ROOT)
     try:
@@ -81,7 +106,9 @@ def load_manifest(reader: LocalReader, *, expected_id: str | None = None) -> tup
     except KVFormatError as error:
         if error.code != "E002":
             raise
-        raise not_published(reader.root) from None
+        if isinstance(reader, LocalReader):
+            raise not_published(reader.root) from None
+        raise make_error("E001", "no dataset is published here: check the URL", path=path) from None
     identity = hashlib.sha256(data).hexdigest()
     if expected_id is not None and identity != expected_id.lower():
         short = "" if len(expected_id) == len(identity) else ": an id has 64 digits, see `Dataset.id`"
@@ -89,6 +116,8 @@ def load_manifest(reader: LocalReader, *, expected_id: str | None = None) -> tup
     root = parse_root(data, path=path)
     name = manifest_path(root.manifest.sha256)
     manifest_bytes = reader.read(name, nbytes=root.manifest.size)
+    if reader.is_remote and hashlib.sha256(manifest_bytes).hexdigest() != root.manifest.sha256:
+        manifest_bytes = reader.read(name, nbytes=root.manifest.size)  # it may have been damaged on the way
     if hashlib.sha256(manifest_bytes).hexdigest() != root.manifest.sha256:
         raise make_error("E006", "the manifest's SHA-256 is not the root's: restore the file", path=reader.path(name))
     manifest, layout = parse_manifest(manifest_bytes, root, path=reader.path(name))

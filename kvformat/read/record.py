@@ -133,11 +133,13 @@ class Record(CopyableRecord):
         if out is not None:
             self.copy_slab(self._target(out, placed, shape), name, row)
             return out
+        if self._shard.fetches:
+            self._need([(name, [(row, 1)])])
         fresh = dataset.level == 2 or not self._shard.checks.flags[self._slot] >> placed.bit & 1
         if self._shard.memory is None:
             data = self._read(placed, row, 1, fresh=fresh)
             if fresh:
-                self._slabs_done(placed, row, 1)
+                self.slabs_done(placed, row, 1)
             return from_buffer(data, placed.dtype).reshape(shape)
         if fresh:
             self._touch_slab(placed, row)
@@ -162,6 +164,8 @@ class Record(CopyableRecord):
     # -- views ---------------------------------------------------------------------------------------------------
 
     def _tensor(self, placed: Placed, copy: bool, out: torch.Tensor | None) -> torch.Tensor:  # noqa: FBT001 -- hot path
+        if self._shard.fetches:
+            self._need([(placed.name, [(0, self._dataset.slabs[placed.name])])])
         flags = self._shard.checks.flags
         fresh = self._dataset.level == 2 or not flags[self._slot] >> placed.bit & 1
         if out is not None:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvformat.errors import make_error
+from kvformat.errors import KVFormatError, make_error
+from kvformat.read.ahead import Ahead
 from kvformat.read.index import IndexReader, ShardRow
 from kvformat.spec.layout import Placement
-from kvformat.storage.local_read import FileIdentity, LocalReader, OpenFile
+from kvformat.storage.local_read import FileIdentity, OpenFile
+from kvformat.storage.readers import Reader
+from kvformat.storage.remote_read import RemoteReader
 from kvformat.tensors import from_buffer
 
 if TYPE_CHECKING:
     import torch
+
+    from kvformat.read.stored import StoredRecord, Wanted
 
 __all__ = ["Checks", "OpenShard", "ShardPool"]
 
@@ -26,6 +33,7 @@ TOUCHED = 1
 SUMS_CHECKED = 2
 _BITS = 64
 _LISTED = 1 << 14
+_THREADS = 2
 
 
 class Checks:
@@ -51,12 +59,14 @@ class Checks:
 
 
 class OpenShard:
-    """A shard file, checked for its size, with views of it by dtype.
+    """A shard file, checked for its size, with views of it by dtype; or the part of one that holds some records.
 
     Attributes
     ----------
     first, end
-        Numbers of its first record, and of the next shard's.
+        Numbers of its first record, and of the one behind its last.
+    origin
+        Where the file begins in the shard, in bytes.
     memory
         The mapped file, or None where it is read by ranges.
     places
@@ -66,19 +76,37 @@ class OpenShard:
         zeros. One array: a record costs one line of the processor's cache.
     """
 
-    __slots__ = ("_array", "_views", "checks", "end", "file", "first", "memory", "places", "row", "spans")
+    __slots__ = ("_array", "_views", "checks", "end", "file", "first", "memory", "origin", "places", "row", "spans")
 
-    def __init__(self, row: ShardRow, file: OpenFile, checks: Checks) -> None:
+    fetches = False
+    """Whether its bytes come from elsewhere, by :meth:`fetch`."""
+    shared = True
+    """Whether other processes find the same file."""
+
+    def __init__(
+        self, row: ShardRow, file: OpenFile, checks: Checks, *, record: int | None = None, origin: int = 0
+    ) -> None:
         self.row = row
-        self.first = row.first
-        self.end = row.end
-        self.file = file
-        self.memory = None if file.mapped is None else memoryview(file.mapped)
+        self.first = row.first if record is None else record
+        self.end = row.end if record is None else record + 1
+        self.origin = origin
         self.checks = checks
-        self.places: list[tuple[Placement, int] | None] = [None] * (row.end - row.first)
-        self.spans = array("Q", bytes(16 * (row.end - row.first)))
+        self.places: list[tuple[Placement, int] | None] = [None] * (self.end - self.first)
+        self.spans = array("Q", bytes(16 * (self.end - self.first)))
+        self.use(file)
+
+    def use(self, file: OpenFile) -> None:
+        """Read from this file."""
         self._views: dict[str, torch.Tensor] = {}
         self._array: NDArray[np.uint8] | None = None
+        self.file = file
+        self.memory = None if file.mapped is None else memoryview(file.mapped)
+
+    def fetch(self, record: StoredRecord, wanted: Wanted | None) -> None:
+        """Have what is wanted of a record here, or all of it; what is on this machine is here."""
+
+    def trust(self, identity: FileIdentity) -> None:
+        """Another process has proved the file of this identity; nothing to do for a file that is open."""
 
     @property
     def array(self) -> NDArray[np.uint8]:
@@ -111,7 +139,7 @@ class ShardPool:
         ``bisect_right(firsts, record)``, and None while :attr:`firsts` is empty.
     """
 
-    def __init__(self, reader: LocalReader, index: IndexReader, *, max_open_files: int, tensors: int) -> None:
+    def __init__(self, reader: Reader, index: IndexReader, *, max_open_files: int, tensors: int) -> None:
         if max_open_files < 1:
             raise make_error("E081", f"max_open_files must be at least 1, found {max_open_files}")
         self._reader = reader
@@ -123,6 +151,8 @@ class ShardPool:
         shards = index.shards.starts[-1]
         self.listed: list[OpenShard | None] = [None] * (1 + (shards if shards <= _LISTED else 0))
         self._checks: dict[int, Checks] = {}
+        self._ahead = Ahead(_THREADS)
+        self._announced: set[int] = set()
 
     @property
     def num_open(self) -> int:
@@ -135,7 +165,7 @@ class ShardPool:
 
     def holding(self, record: int) -> OpenShard:
         """The open shard that holds a record of the dataset."""
-        return self.get(bisect_right(self.firsts, record) - 1 if self.firsts else self._index.shard_of(record))
+        return self.get(self._ordinal(record))
 
     def get(self, ordinal: int) -> OpenShard:
         """An open shard."""
@@ -150,11 +180,37 @@ class ShardPool:
                 self._keep(ordinal, found)
         return found
 
+    def announce(self, numbers: Sequence[int], wanted: Wanted) -> int:  # noqa: ARG002 -- a shard comes whole
+        """Have the shards of these records fetched meanwhile; the bytes of those that nobody announced before."""
+        nbytes = 0
+        for ordinal in {self._ordinal(number) for number in numbers} - self._announced:
+            self._announced.add(ordinal)
+            if ordinal not in self._open:
+                nbytes += self._index.shard(ordinal).size
+                self._ahead.submit(partial(self._get_ahead, ordinal))
+        return nbytes
+
+    def forget(self) -> None:
+        """Fetch no more than is under way."""
+        self._ahead.forget()
+        self._announced.clear()
+
+    def _get_ahead(self, ordinal: int) -> None:
+        # What fails now is tried, and raised, where a record of it is used.
+        with contextlib.suppress(KVFormatError):
+            self.get(ordinal)
+
+    def _ordinal(self, record: int) -> int:
+        return bisect_right(self.firsts, record) - 1 if self.firsts else self._index.shard_of(record)
+
     def _open_shard(self, ordinal: int) -> OpenShard:
         if not self.firsts:
             self.firsts = self._index.first_records(at_most=len(self.listed) - 1)
         row = self._index.shard(ordinal)
-        file = self._reader.open(row.path, nbytes=row.size)
+        if isinstance(self._reader, RemoteReader):
+            file = self._reader.open(row.path, nbytes=row.size, sha256=row.sha256.hex(), code="E077", required=True)
+        else:
+            file = self._reader.open(row.path, nbytes=row.size)
         checks = self._checks.get(ordinal)
         if checks is None or checks.identity != file.identity:
             checks = self._checks[ordinal] = Checks(file.identity, row.end - row.first, self._tensors)
@@ -172,3 +228,4 @@ class ShardPool:
                 break
             if self.firsts:
                 self.listed[dropped + 1] = None
+            self._announced.discard(dropped)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvformat.errors import KVFormatError, make_error
@@ -16,7 +16,10 @@ from kvformat.spec.values import all_positive
 if TYPE_CHECKING:
     from kvformat.read.dataset import Dataset
 
-__all__ = ["StoredRecord"]
+__all__ = ["StoredRecord", "Wanted"]
+
+Wanted = Sequence[tuple[str, Sequence[tuple[int, int]]]]
+"""By tensor, runs of (first slab, number of slabs)."""
 
 _PAGE = mmap.PAGESIZE
 
@@ -42,6 +45,11 @@ class StoredRecord:
             place = shard.places[slot] = self._find_place()
         self._placement, self._offset = place
 
+    @property
+    def placement(self) -> Placement:
+        """Where the tensors of the record stand."""
+        return self._placement
+
     # -- place ---------------------------------------------------------------------------------------------------
 
     def _find_place(self) -> tuple[Placement, int]:
@@ -49,7 +57,7 @@ class StoredRecord:
         path = self._shard.file.path
         row = self._shard.row
         flat = row.rows.flat
-        at = row.row + self._slot
+        at = row.row + self.index - row.first
         num_dims = self._dataset.num_dims
         dims = tuple(flat["dims"][at * num_dims : (at + 1) * num_dims])
         offset = flat["offset"][at]
@@ -65,7 +73,7 @@ class StoredRecord:
         data_end = row.size - header_size
         end = flat["offset"][at + 1] if self.index + 1 < row.end else data_end
         wrong = offset % limits.ALIGNMENT or offset + placement.nbytes != end or end > data_end
-        if wrong or (self._slot == 0 and offset != 0):
+        if wrong or (self.index == row.first and offset != 0):
             raise make_error(
                 "E054",
                 f"the record lies at {offset}, its dims {dims} make it {placement.nbytes} bytes, the next is at "
@@ -73,7 +81,26 @@ class StoredRecord:
                 path=path,
                 record=self.index,
             )
-        return placement, header_size + offset
+        return placement, header_size + offset - self._shard.origin
+
+    def ranges(self, wanted: Wanted, *, sums: bool = False) -> Iterator[tuple[int, int]]:
+        """Start in the file and number of bytes of what is wanted, and of the sums; what lies together in one."""
+        start = end = 0
+        tensors = self._placement.tensors
+        entries: list[tuple[str, Sequence[tuple[int, int]]]] = list(wanted)
+        if sums:
+            entries.append((self._placement.sums.name, ((0, 1),)))
+        for name, runs in sorted(entries, key=lambda entry: tensors[entry[0]].offset):
+            placed = tensors[name]
+            for row, rows in sorted(runs):
+                begin = self._offset + placed.offset + row * placed.slab_nbytes
+                if begin != end:
+                    if end > start:
+                        yield start, end - start
+                    start = begin
+                end = begin + rows * placed.slab_nbytes
+        if end > start:
+            yield start, end - start
 
     def _advise(self, start: int, nbytes: int) -> None:
         """Have the system read ahead what is touched next, in one sequential pass."""
@@ -89,6 +116,11 @@ class StoredRecord:
             for start, nbytes in ranges or ((self._offset, self._placement.nbytes),):
                 self._advise(start, nbytes)
             steps[self._slot] |= TOUCHED
+
+    def _need(self, wanted: Wanted | None = None) -> None:
+        """Have what is read next on this machine: all of the record, or what is wanted of it."""
+        if self._shard.fetches:
+            self._shard.fetch(self, wanted)
 
     # -- bytes, not verified -------------------------------------------------------------------------------------
 
@@ -118,6 +150,14 @@ class StoredRecord:
         """Prove the table of sums; E070."""
         self._sums()
 
+    def check_slabs(self, wanted: Wanted) -> None:
+        """Compare slabs with their sums, whatever was verified before; E070 to E074."""
+        sums = self._sums()
+        for name, runs in wanted:
+            placed = self._placement.tensors[name]
+            for row, rows in runs:
+                self._compare(placed, row, rows, self._bytes(placed, row, rows), sums)
+
     def faults(self) -> Iterator[KVFormatError]:
         """Every slab and extra that is not what its sum states; the table of sums must be proved."""
         sums = self._sums()
@@ -145,7 +185,7 @@ class StoredRecord:
         steps = self._shard.checks.steps
         if self._dataset.level == 2 or memory is None or not steps[self._slot] & SUMS_CHECKED:
             row = self._shard.row
-            at = (row.row + self._slot) * 16
+            at = (row.row + self.index - row.first) * 16
             if digests.record_sum(self._placement.dims, raw) != row.rows.flat["record_sum"][at : at + 16]:
                 raise make_error(
                     "E070",
@@ -174,9 +214,10 @@ class StoredRecord:
             self._advise(self._offset + placed.offset + row * placed.slab_nbytes, placed.slab_nbytes)
         if self._dataset.level:
             self._compare(placed, row, 1, self._bytes(placed, row, 1), self._sums())
-        self._slabs_done(placed, row, 1)
+        self.slabs_done(placed, row, 1)
 
-    def _slabs_done(self, placed: Placed, row: int, count: int) -> None:
+    def slabs_done(self, placed: Placed, row: int, count: int) -> None:
+        """Note that slabs of a tensor are verified."""
         self._mark(placed.bit, self._dataset.slabs[placed.name], (1 << count) - 1 << row)
 
     def _mark(self, bit: int, slabs: int, done: int) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 from msgspec import Struct
 
+from kvformat.codes import CODES
 from kvformat.errors import KVFormatError, make_error
 from kvformat.read import check_index
 from kvformat.read.check_covered import check_covered
@@ -18,17 +20,20 @@ from kvformat.read.check_shard import check_header, check_record, check_sha256
 from kvformat.read.dataset import Dataset
 from kvformat.read.index import ShardRow
 from kvformat.read.opening import load_manifest
+from kvformat.read.reading import reading
 from kvformat.spec import canonical, limits, tables
 from kvformat.spec.manifest import Manifest
 from kvformat.spec.paths import ROOT, STAGING, covered_path, manifest_path, part_path
 from kvformat.storage.local_read import LocalReader
-from kvformat.storage.location import local_path
-from kvformat.storage.mounts import prefers_pread
+from kvformat.storage.readers import Location, Reader
+from kvformat.storage.remote import RemoteOptions
 
 __all__ = ["Finding", "Report", "verify"]
 
 Progress = Callable[[int, int], None]
 _MAX_THREADS = 8
+_MAX_FETCHED = 4  # shards in memory
+_UNLISTED = ("E203", "E207")  # HTTP servers list nothing, and others not to everyone
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -54,28 +59,39 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 def verify(
-    location: str | os.PathLike[str],
+    location: Location,
     *,
     level: int = 4,
     expected_id: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    remote_options: RemoteOptions | None = None,
 ) -> Report:
     """Look for all faults of a dataset.
+
+    Of an object store, levels 1 and 2 move no values: they ask for sizes, and fetch the index, the covered files and
+    the header of every shard. Levels 3 and 4 fetch every shard once, whole, into memory, ``threads`` of them at a
+    time; one in which faults show is fetched once more, and reported are those that show again. Objects are listed
+    once, to find those the dataset does not name; a store that does not list, as no HTTP server does, is one W001.
+    One that cannot be reached ends it, with E208 as a finding.
 
     Parameters
     ----------
     location
-        Local directory or ``file://`` URL.
+        Local directory, ``file://`` URL, or URL of an object store.
     level
         1: root and manifest. 2: and the index, sizes, shard headers, covered files, unknown files. 3: and every XXH3,
         scales, documents. 4: and every SHA-256 and all padding.
     expected_id
         Dataset id it must have.
     threads
-        Shards checked at once; by default as many as there are processors, at most 8.
+        Shards checked at once; by default as many as there are processors, at most 8. Of an object store, at most 4 at
+        levels 3 and 4, where each takes the memory of a shard, and ``max_requests`` at level 2.
     progress
         Called with (bytes done, bytes in all), from any thread.
+    storage_options, remote_options
+        As for :func:`kvformat.open`.
 
     Returns
     -------
@@ -89,18 +105,27 @@ def verify(
         E001.
     UsageError
         E081, E206.
+    DependencyError
+        E205.
     """
     if level not in (1, 2, 3, 4):
         raise make_error("E081", f"level must be 1 to 4, found {level!r}")
     if threads is not None and threads < 1:
         raise make_error("E081", f"threads must be at least 1, found {threads}")
-    root = local_path(location)
-    reader = LocalReader(root, use_mmap=not prefers_pread(root), or_read=True)
-    return _Verification(reader, level, threads or min(os.cpu_count() or 1, _MAX_THREADS), progress).run(expected_id)
+    with reading(location, storage_options=storage_options, remote_options=remote_options) as reader:
+        return _Verification(reader, level, threads or _usual_threads(reader, level), progress).run(expected_id)
+
+
+def _usual_threads(reader: Reader, level: int) -> int:
+    if not isinstance(reader, LocalReader):
+        if level <= 2:
+            return reader.remote.options.max_requests
+        return min(os.cpu_count() or 1, _MAX_FETCHED)
+    return min(os.cpu_count() or 1, _MAX_THREADS)
 
 
 class _Verification:
-    def __init__(self, reader: LocalReader, level: int, threads: int, progress: Progress | None) -> None:
+    def __init__(self, reader: Reader, level: int, threads: int, progress: Progress | None) -> None:
         self._reader = reader
         self._level = level
         self._threads = threads
@@ -110,6 +135,7 @@ class _Verification:
         self._lock = threading.Lock()
         self._done = 0
         self._total = 0
+        self._unreachable = False  # then nothing more is asked for: each answer would take its whole deadline
 
     def run(self, expected_id: str | None) -> Report:
         try:
@@ -124,7 +150,7 @@ class _Verification:
         options = {"verify": "always", "io": "mmap" if self._reader.use_mmap else "pread", "max_open_files": 4}
         dataset = Dataset(
             self._reader,
-            location=str(self._reader.root),
+            location=self._reader.location,
             dataset_id=identity,
             manifest=manifest,
             layout=layout,
@@ -155,10 +181,9 @@ class _Verification:
         if sound["shards"]:
             if self._add(check_index.check_shards(index, manifest)) and sound["rows"]:
                 rows_sound = self._add(check_index.check_rows(index, manifest, dataset.layout)) and tokens_sound
-            shards = self._shards(dataset)
             expected.update(index.shard_paths())
-            if sound["rows"]:
-                self._check_shards(dataset, shards, headers=rows_sound)
+            if sound["rows"]:  # else each shard would look at the damaged part again
+                self._check_shards(dataset, self._shards(dataset), headers=rows_sound)
         names_sound = sound["names"] and self._add(check_index.check_names(index, manifest))
         if rows_sound and names_sound and sound["document_keys"] and sound["name_keys"]:
             self._add(check_index.check_lookups(index, manifest))
@@ -199,26 +224,49 @@ class _Verification:
                 raise
 
     def _check_shard(self, dataset: Dataset, row: ShardRow, *, headers: bool) -> None:
+        faults = self._faults_of(dataset, row, headers=headers, advance=self._advance)
+        if not isinstance(self._reader, LocalReader) and any(CODES[f.code].kind == "reader" for f in faults):
+            # Bits flip on the way, too: what counts is what the store gives twice.
+            faults.clear()  # what was raised holds the shard in memory
+            faults = self._faults_of(dataset, row, headers=headers, advance=lambda _nbytes: None)
+        self._add(faults)
+
+    def _faults_of(
+        self, dataset: Dataset, row: ShardRow, *, headers: bool, advance: Callable[[int], None]
+    ) -> list[KVFormatError]:
+        found: list[KVFormatError] = []
+        if self._unreachable:
+            return found
         try:
-            file = self._reader.open(row.path, nbytes=row.size)
-            if headers:
-                fault = check_header(dataset, row, file)
-                if fault is not None:
-                    self._add([fault])
+            file = self._reader.open(row.path, nbytes=row.size, ranged=self._level == 2)
+            fault = check_header(dataset, row, file) if headers else None
+            if fault is not None:
+                found.append(fault)
             if self._level >= 3:
                 for number in range(row.first, row.end):
-                    self._add(check_record(dataset, row, file, number, padding=self._level >= 4))
-                self._advance(row.size)
+                    found += _until_raised(check_record(dataset, row, file, number, padding=self._level >= 4))
+                advance(row.size)
             if self._level >= 4:
-                fault = check_sha256(row, file, self._advance)
+                fault = check_sha256(row, file, advance)
                 if fault is not None:
-                    self._add([fault])
+                    found.append(fault)
         except KVFormatError as error:
-            self._add([error])
+            found.append(error)
+        return found
 
     def _check_unknown(self, expected: set[str]) -> None:
         staging = False
-        for name in self._reader.walk():
+        if self._unreachable:
+            return
+        try:
+            names = self._reader.walk()
+        except KVFormatError as error:
+            if error.code not in _UNLISTED:
+                self._add([error])
+            else:
+                self._warn("W001", f"files the dataset does not name were not looked for: {error.message}", "")
+            return
+        for name in names:
             if name.startswith(f"{STAGING}/"):
                 staging = True
             elif name not in expected:
@@ -229,6 +277,8 @@ class _Verification:
     # -- findings ------------------------------------------------------------------------------------------------
 
     def _attempt(self, work: Callable[[], object]) -> bool:
+        if self._unreachable:
+            return False
         try:
             work()
         except KVFormatError as error:
@@ -239,8 +289,11 @@ class _Verification:
     def _add(self, errors: Iterable[KVFormatError]) -> bool:
         """Collect errors; True where there was none."""
         clean = True
+        if self._unreachable:
+            return False
         for error in _until_raised(errors):
             clean = False
+            self._unreachable |= error.code == "E208"
             finding = Finding(
                 code=error.code, message=error.message, path=error.path, record=error.record, layer=error.layer
             )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvformat.errors import make_error
 from kvformat.storage.faults import translated
 
-__all__ = ["FileIdentity", "LocalReader", "OpenFile", "sha256_of"]
+__all__ = ["FileIdentity", "LocalReader", "OpenFile", "map_file", "sha256_of"]
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -98,6 +98,11 @@ class OpenFile:
 class LocalReader:
     """Files under one directory.
 
+    Attributes
+    ----------
+    location
+        The directory, as a string.
+
     Parameters
     ----------
     root
@@ -108,8 +113,11 @@ class LocalReader:
         Read ranges of a file that the system refuses to map.
     """
 
+    is_remote = False
+
     def __init__(self, root: str | os.PathLike[str], *, use_mmap: bool, or_read: bool = False) -> None:
         self.root = Path(root)
+        self.location = str(self.root)
         self.use_mmap = use_mmap
         self._or_read = or_read
 
@@ -117,7 +125,15 @@ class LocalReader:
         """Full path of a file, for messages."""
         return str(self.root / name)
 
-    def open(self, name: str, *, nbytes: int | None = None, use_mmap: bool | None = None) -> OpenFile:
+    def open(
+        self,
+        name: str,
+        *,
+        nbytes: int | None = None,
+        sha256: str | None = None,  # noqa: ARG002 -- files at hand are proved by who reads them
+        use_mmap: bool | None = None,
+        ranged: bool = False,  # noqa: ARG002 -- nothing is fetched here anyway
+    ) -> OpenFile:
         """Open a regular file and check its size before anything is mapped.
 
         Raises
@@ -137,7 +153,7 @@ class LocalReader:
                 mapped = None
                 if (self.use_mmap if use_mmap is None else use_mmap) and status.st_size:
                     try:
-                        mapped = _map(fd, status.st_size)
+                        mapped = map_file(fd, status.st_size)
                     except OSError:
                         if not self._or_read:
                             raise
@@ -183,7 +199,8 @@ def _identity(status: os.stat_result) -> FileIdentity:
     return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-def _map(fd: int, nbytes: int) -> mmap.mmap:
+def map_file(fd: int, nbytes: int) -> mmap.mmap:
+    """A private copy-on-write mapping of a file, or a read-only one where the system refuses that."""
     try:
         return mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError:

@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections.abc import Iterator
 
-from kvformat.storage.store import Buffer, ExistsFault, MissingFault, ShortFault, Stat
+from kvformat.storage.store import Buffer, ExistsFault, MissingFault, ShortFault, Stat, TransportFault
 
 __all__ = ["MemoryStore"]
 
@@ -104,6 +104,9 @@ class _Upload:
 
     def complete(self, *, timeout_s: float) -> None:  # noqa: ARG002 -- never waits
         self._store.calls.append(("complete", self._name))
+        numbers = sorted(self._parts)
+        if numbers != list(range(1, len(numbers) + 1)):
+            raise TransportFault(f"parts {numbers} were sent, expected 1 to {numbers[-1]}")
         self._store.objects[self._name] = b"".join(self._parts[number] for number in sorted(self._parts))
 
     def abort(self, *, timeout_s: float) -> None:  # noqa: ARG002 -- never waits

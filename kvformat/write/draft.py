@@ -38,7 +38,7 @@ class Draft:
 
     def __init__(
         self,
-        root: Path,
+        root: Path | str,
         *,
         schema: Schema,
         context: Context,

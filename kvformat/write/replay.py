@@ -32,7 +32,7 @@ class Replay:
         For messages.
     """
 
-    def __init__(self, layout: Layout, root: Path, receipts: Sequence[Receipt] = ()) -> None:
+    def __init__(self, layout: Layout, root: Path | str, receipts: Sequence[Receipt] = ()) -> None:
         self._layout = layout
         self._root = root
         self._left = deque(receipts)

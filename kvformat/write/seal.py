@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from kvformat.errors import make_error
+from kvformat.errors import KVFormatError, make_error
 from kvformat.spec import canonical
 from kvformat.spec.manifest import Index, LookupPart, Manifest, ManifestRef, NamesPart, Part, Root
 from kvformat.spec.paths import ROOT, covered_path, manifest_path, part_path, shard_path
@@ -17,7 +17,7 @@ from kvformat.write.rows import EncodedPart
 from kvformat.write.shard import hash_file
 from kvformat.write.staging import Receipt, Staging
 
-__all__ = ["Publication", "encode_root", "index_of", "publish"]
+__all__ = ["Publication", "encode_root", "index_of", "named_files", "publish", "published_differs"]
 
 _SEAL_TIMEOUT_S = 600.0
 
@@ -43,6 +43,17 @@ def encode_root(manifest: bytes, version: str, requires: tuple[str, ...] | None 
     """Canonical bytes of the root of a manifest."""
     reference = ManifestRef(sha256=hashlib.sha256(manifest).hexdigest(), size=len(manifest))
     return canonical.encode(Root(format="kvformat", manifest=reference, version=version, requires=requires))
+
+
+def named_files(
+    parts: Iterable[EncodedPart], covered: Mapping[str, bytes], manifest: bytes
+) -> Iterator[tuple[str, bytes]]:
+    """Final name and content of everything but shards and root; the manifest last."""
+    for part in parts:
+        yield part_path(hashlib.sha256(part.data).hexdigest()), part.data
+    for data in covered.values():
+        yield covered_path(hashlib.sha256(data).hexdigest()), data
+    yield manifest_path(hashlib.sha256(manifest).hexdigest()), manifest
 
 
 class Publication:
@@ -104,7 +115,7 @@ def publish(
     *,
     receipts: Sequence[Receipt],
     parts: Sequence[EncodedPart],
-    covered: dict[str, bytes],
+    covered: Mapping[str, bytes],
     manifest: Manifest,
     undo: bool,
 ) -> bytes:
@@ -125,12 +136,7 @@ def publish(
     targets: list[tuple[Path, str]] = [
         (staging.shard(r.ordinal), shard_path(r.ordinal, bytes.fromhex(r.sha256))) for r in receipts
     ]
-    for data, path_of in [
-        *((part.data, part_path) for part in parts),
-        *((data, covered_path) for data in covered.values()),
-        (manifest_bytes, manifest_path),
-    ]:
-        target = path_of(hashlib.sha256(data).hexdigest())
+    for target, data in named_files(parts, covered, manifest_bytes):
         targets.append((staging.add_file(target.partition(".")[0].replace("/", "-"), data), target))
     staged_root = staging.add_file("root", root_bytes)
 
@@ -163,8 +169,13 @@ def _compare(target: Path, root_bytes: bytes) -> None:
     with translated(target):
         found = target.read_bytes()
     if found != root_bytes:
-        raise make_error(
-            "E113",
-            "another writer published a different dataset here; compare with `kvformat diff`, and write elsewhere",
-            path=target,
-        )
+        raise published_differs(target)
+
+
+def published_differs(root: Path | str) -> KVFormatError:
+    """The E113 of a writer that lost: what is published by the root at this path is not its own."""
+    return make_error(
+        "E113",
+        "another writer published a different dataset here; compare with `kvformat diff`, and write elsewhere",
+        path=root,
+    )

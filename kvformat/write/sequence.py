@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
-from typing import BinaryIO
 
-from kvformat.codec.shard import header_fault
-from kvformat.errors import make_error
-from kvformat.spec.digests import record_sum
 from kvformat.spec.layout import Layout
-from kvformat.storage.faults import translated
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write.finisher import Finisher
 from kvformat.write.record import EncodedRecord
 from kvformat.write.replay import StagedRow
 from kvformat.write.rows import Tables
-from kvformat.write.shard import ShardWriter, hash_file
-from kvformat.write.staging import Plan, Receipt, Staging
+from kvformat.write.shard import ShardWriter
+from kvformat.write.staging import Plan, Receipt
+from kvformat.write.target import Stage
 
 __all__ = ["ShardSequence"]
 
@@ -46,6 +41,7 @@ class ShardSequence:
         self._plan = plan
         self._finisher = Finisher(keep=keep)
         self._shard: ShardWriter | None = None
+        self._stage: Stage | None = None
         self._first: list[int] = []
         self.receipts: list[Receipt] = []
 
@@ -55,7 +51,7 @@ class ShardSequence:
         in_work = 0 if self._shard is None else self._plan.header_size + self._shard.nbytes
         return self._tables.nbytes + in_work
 
-    def add(self, staging: Staging, encoded: EncodedRecord, document: bytes) -> int:
+    def add(self, staging: Stage, encoded: EncodedRecord, document: bytes) -> int:
         """Write a record; returns its number."""
         placement = encoded.placement
         shard = self._shard
@@ -69,10 +65,10 @@ class ShardSequence:
             offset=offset, dims=placement.dims, document=document, record_sum=encoded.record_sum
         )
 
-    def check_staged(self, staging: Staging, receipts: Iterable[Receipt]) -> None:
-        """Begin with these shards of an earlier run; their bytes are hashed again meanwhile."""
+    def check_staged(self, staging: Stage, receipts: Iterable[Receipt]) -> None:
+        """Begin with these shards of an earlier run; they are looked at again meanwhile."""
         for receipt in receipts:
-            self._finisher.submit(partial(self._check, staging.shard(receipt.ordinal), receipt))
+            self._finisher.submit(partial(staging.check, receipt))
 
     def add_staged(self, row: StagedRow, document: bytes) -> int:
         """Add a record of a shard of the earlier run; returns its number."""
@@ -82,9 +78,9 @@ class ShardSequence:
 
     def close_shard(self) -> None:
         """Let the shard in work be finished in the background."""
-        if self._shard is not None:
+        if self._shard is not None and self._stage is not None:
             shard, self._shard = self._shard, None
-            self._finisher.submit(shard.finish)
+            self._finisher.submit(partial(_finish, shard, self._stage))
             self._collect(self._finisher.ready())
 
     def finish(self) -> None:
@@ -99,19 +95,9 @@ class ShardSequence:
             self._shard = None
         self._finisher.close()
 
-    def _check(self, path: Path, receipt: Receipt) -> Receipt:
-        """Look at a staged shard and its receipt again: present on disk is no reason to trust them."""
-        if hash_file(path, path).hex() != receipt.sha256:
-            raise make_error("E116", "the staged shard is damaged: run `kvformat clean` and start again", path=path)
-        with translated(path), path.open("rb") as file:
-            agrees = _agrees(file, receipt, self._layout, self._plan)
-        if not agrees:
-            message = "the receipt is not that of the staged shard: run `kvformat clean` and start again"
-            raise make_error("E116", message, path=path.with_suffix(".json"))
-        return receipt
-
-    def _start(self, staging: Staging) -> ShardWriter:
+    def _start(self, staging: Stage) -> ShardWriter:
         self._first.append(self._tables.num_records)
+        self._stage = staging
         self._shard = ShardWriter(
             self._files,
             staging,
@@ -130,24 +116,10 @@ class ShardSequence:
             )
 
 
-def _agrees(file: BinaryIO, receipt: Receipt, layout: Layout, plan: Plan) -> bool:
-    """Whether header and sums of a shard are those of the records its receipt lists."""
-    placements = [layout.place(record.dims) for record in receipt.records]
-    fault = header_fault(
-        file.read(plan.header_size),
-        layout=layout,
-        version=plan.version,
-        ordinal=receipt.ordinal,
-        placements=placements,
-        header_size=plan.header_size,
-        path=file.name,
-    )
-    if fault is not None:
-        return False
-    start = plan.header_size
-    for record, placement in zip(receipt.records, placements, strict=True):
-        file.seek(start + placement.sums.offset)
-        if record_sum(record.dims, file.read(placement.sums.nbytes)).hex() != record.record_sum:
-            return False
-        start += placement.nbytes
-    return True
+def _finish(shard: ShardWriter, staging: Stage) -> Receipt:
+    """Complete a shard and bring it where it is kept; its receipt."""
+    try:
+        return staging.deliver(shard.finish())
+    except BaseException:
+        staging.stop(shard.ordinal)
+        raise

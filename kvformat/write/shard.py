@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from kvformat.codec.shard import encode_header
 from kvformat.errors import make_error
@@ -15,19 +16,29 @@ from kvformat.spec.layout import Layout, Placement
 from kvformat.storage.faults import translated
 from kvformat.storage.local_write import Buffer, LocalFiles
 from kvformat.write.appender import Appender
-from kvformat.write.staging import Receipt, StagedRecord, Staging
+from kvformat.write.staging import Receipt, StagedRecord
 
-__all__ = ["ShardWriter", "hash_file"]
+__all__ = ["ShardWriter", "Shards", "hash_file"]
 
 _HASH_BLOCK = 1 << 20
 _ZEROS = bytes(limits.ALIGNMENT)
+
+
+class Shards(Protocol):
+    """Where shards in work lie, and who is told when one is complete."""
+
+    def shard(self, ordinal: int) -> Path:
+        """Path of a shard."""
+
+    def add_receipt(self, receipt: Receipt) -> None:
+        """A shard is complete."""
 
 
 class ShardWriter:
     """A shard in work. Records are appended; :meth:`finish` makes it durable and writes its receipt."""
 
     def __init__(
-        self, files: LocalFiles, staging: Staging, layout: Layout, *, ordinal: int, version: str, header_size: int
+        self, files: LocalFiles, staging: Shards, layout: Layout, *, ordinal: int, version: str, header_size: int
     ) -> None:
         self._files = files
         self._staging = staging

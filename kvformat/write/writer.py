@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -17,20 +16,16 @@ from kvformat.spec.context import Context, Text
 from kvformat.spec.digests import context_digest, schema_digest
 from kvformat.spec.document import Document, Mask, Media
 from kvformat.spec.layout import Layout
-from kvformat.spec.paths import ROOT
 from kvformat.spec.rules import check_schema
 from kvformat.spec.schema import Schema
-from kvformat.storage.faults import translated
-from kvformat.storage.local_write import LocalFiles
-from kvformat.write.directory import Directory
 from kvformat.write.draft import Draft
 from kvformat.write.names import Names
 from kvformat.write.record import RecordEncoder
 from kvformat.write.replay import Replay
 from kvformat.write.rows import Tables
-from kvformat.write.seal import publish
 from kvformat.write.sequence import ShardSequence
-from kvformat.write.staging import Plan, Staging
+from kvformat.write.staging import Plan
+from kvformat.write.target import Stage, Target
 
 __all__ = ["OnDuplicate", "Writer"]
 
@@ -41,14 +36,16 @@ class Writer:
     """Writes one dataset. Made by :func:`kvformat.create`, used as a context manager.
 
     Leaving the ``with`` block publishes. An exception leaves no dataset and removes what the writer created; with
-    ``resume=True`` the finished shards stay staged for the next run instead.
+    ``resume=True`` the finished shards stay staged for the next run instead. In an object store nothing is removed
+    that others may rely on: shards that arrived stay. An exception lets those that are finished arrive first where the
+    next run can use them; an interrupt does not wait for that.
 
-    A writer is used by one thread. Finished shards are synced and hashed by helper threads.
+    A writer is used by one thread. Finished shards are synced and hashed, or uploaded, by helper threads.
     """
 
     def __init__(
         self,
-        root: Path,
+        target: Target,
         *,
         schema: Schema,
         context: Context,
@@ -62,10 +59,9 @@ class Writer:
         tag: str,
         on_duplicate: OnDuplicate,
         allow_non_finite: Collection[str],
-        files: LocalFiles,
     ) -> None:
-        self._root = root
-        self._files = files
+        self._target = target
+        self._place = target.place
         self._covered = dict(sorted(covered.items()))
         self._resume = resume
         self._on_duplicate = on_duplicate
@@ -85,7 +81,7 @@ class Writer:
             version=limits.VERSION,
         )
         self._draft = Draft(
-            root,
+            self._place,
             schema=schema,
             context=context,
             text=text,
@@ -99,10 +95,9 @@ class Writer:
         self._tables = Tables(len(schema.dims))
         self._names = Names()
         self._documents: dict[bytes, int] = {}
-        self._shards = ShardSequence(files, self._layout, self._tables, self._plan, keep=resume)
-        self._replay = Replay(self._layout, root)
-        self._directory = Directory(files, root)
-        self._staging: Staging | None = None
+        self._shards = ShardSequence(target.files, self._layout, self._tables, self._plan, keep=resume)
+        self._replay = Replay(self._layout, self._place)
+        self._staging: Stage | None = None
         self._state: Literal["new", "open", "failed", "closed"] = "new"
         self._id: str | None = None
 
@@ -110,7 +105,7 @@ class Writer:
     def id(self) -> str:
         """Dataset id, once published."""
         if self._id is None:
-            raise make_error("E115", "the dataset id exists once the `with` block was left", path=self._root)
+            raise make_error("E115", "the dataset id exists once the `with` block was left", path=self._place)
         return self._id
 
     @property
@@ -130,14 +125,12 @@ class Writer:
 
     def __enter__(self) -> Self:
         if self._state != "new":
-            raise make_error("E115", "a writer is entered once", path=self._root)
-        with translated(self._root):
-            if (self._root / ROOT).exists():
-                raise make_error("E100", "a dataset is here already; choose another location", path=self._root)
+            raise make_error("E115", "a writer is entered once", path=self._place)
         try:
+            self._target.require_free()
             self._open()
-        except BaseException:
-            self._abort()
+        except BaseException as error:
+            self._abort(error)
             raise
         self._state = "open"
         return self
@@ -148,14 +141,14 @@ class Writer:
         if self._state == "closed":
             return
         if kind is not None or self._state == "failed":
-            self._abort()
+            self._abort(error)
             if kind is None:
-                raise make_error("E115", "an earlier call failed; nothing was published", path=self._root)
+                raise make_error("E115", "an earlier call failed; nothing was published", path=self._place)
             return
         try:
             self._publish()
-        except BaseException:
-            self._abort()
+        except BaseException as failure:
+            self._abort(failure)
             raise
 
     def add(
@@ -291,23 +284,20 @@ class Writer:
         return self._shards.add_staged(self._replay.take(name, self._tables.num_records, digest, record_sum), digest)
 
     def _open(self) -> None:
-        self._staging, resumed = self._directory.stage(self._plan, resume=self._resume)
-        if resumed:
-            receipts = self._staging.receipts()
-            self._replay = Replay(self._layout, self._root, receipts)
+        self._staging = self._target.stage(self._plan, self._layout, resume=self._resume)
+        receipts = self._staging.receipts()
+        if receipts:
+            self._replay = Replay(self._layout, self._place, receipts)
             self._shards.check_staged(self._staging, receipts)
 
     def _publish(self) -> None:
         self._replay.check_empty()
         if self._tables.num_records == 0:
-            raise make_error("E114", "nothing was added: a dataset holds at least one record", path=self._root)
+            raise make_error("E114", "nothing was added: a dataset holds at least one record", path=self._place)
         self._shards.finish()
         manifest, parts = self._draft.complete(self._tables, self._names.skipped)
         staging = self._need_staging()
-        root_bytes = publish(
-            self._files,
-            self._root,
-            staging,
+        root_bytes = staging.publish(
             receipts=self._shards.receipts,
             parts=parts,
             covered=self._covered,
@@ -319,25 +309,31 @@ class Writer:
         self._id = hashlib.sha256(root_bytes).hexdigest()
         with contextlib.suppress(KVFormatError, OSError):  # published: what stays, `kvformat clean` removes
             staging.remove()
+        self._target.close()
 
-    def _abort(self) -> None:
+    def _abort(self, error: BaseException | None) -> None:
         if self._state != "closed":
             self._state = "failed"
-        self._shards.close()
         staging, self._staging = self._staging, None
-        if staging is not None:
-            if self._resume:
-                staging.release()
-                return
-            with contextlib.suppress(KVFormatError, OSError):  # what went wrong first is what the caller must see
-                staging.remove()
-        self._directory.remove()
+        if staging is not None and not (self._resume and isinstance(error, Exception | None)):
+            staging.stop()  # nobody wants what is in work, or whoever interrupts wants an end
+        self._shards.close()
+        try:
+            if staging is not None:
+                if self._resume:
+                    staging.release()
+                    return
+                with contextlib.suppress(KVFormatError, OSError):  # what went wrong first is what the caller must see
+                    staging.remove()
+            self._target.remove()
+        finally:
+            self._target.close()
 
     def _need_open(self) -> None:
         if self._state != "open":
-            raise make_error("E115", f"the writer is {self._state}: use it inside its `with` block", path=self._root)
+            raise make_error("E115", f"the writer is {self._state}: use it inside its `with` block", path=self._place)
 
-    def _need_staging(self) -> Staging:
+    def _need_staging(self) -> Stage:
         if self._staging is None:
-            raise make_error("E115", "the writer is not open", path=self._root)
+            raise make_error("E115", "the writer is not open", path=self._place)
         return self._staging

@@ -227,6 +227,8 @@ def test_every_option_reaches_the_function(run, monkeypatch) -> None:
         "attn_implementation": None,
         "context": "derive",
         "allow_non_finite": (),
+        "spool": None,
+        "storage_options": {},
     }
     assert given("estimate", *required) == shared
     assert given("extract", *required) == shared | own
@@ -244,13 +246,15 @@ def test_every_option_reaches_the_function(run, monkeypatch) -> None:
     }
     assert given("estimate", *required, *options) == shared | changed
     more = ["--device", "cuda:1", "--batch-size", "4", "--attn-implementation", "eager", "--unknown-context"]
-    more += ["--allow-non-finite", "k", "--allow-non-finite", "v"]
+    more += ["--allow-non-finite", "k", "--allow-non-finite", "v", "--spool", "s", "--storage-option", "anon=true"]
     assert given("extract", *required, *options, *more) == shared | changed | {
         "device": "cuda:1",
         "batch_size": 4,
         "attn_implementation": "eager",
         "context": "unknown",
         "allow_non_finite": ("k", "v"),
+        "spool": "s",
+        "storage_options": {"anon": True},
     }
 
 

@@ -20,8 +20,15 @@ class MemoryReader(LocalReader):
             self.files[name] = mmap.mmap(-1, max(len(data), 1))
             self.files[name][: len(data)] = data
 
-    def open(self, name: str, *, nbytes: int | None = None, use_mmap: bool | None = None) -> OpenFile:
-        del use_mmap
+    def open(
+        self,
+        name: str,
+        *,
+        nbytes: int | None = None,
+        sha256: str | None = None,
+        use_mmap: bool | None = None,
+        ranged: bool = False,
+    ) -> OpenFile:
         path = self.path(name)
         if name not in self.files:
             raise make_error("E002", "the file is missing", path=path)

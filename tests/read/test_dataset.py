@@ -305,7 +305,7 @@ def test_arguments_are_checked(saved) -> None:
         with pytest.raises(UsageError, match="E081"):
             kvformat.open(path, **options)
     with pytest.raises(UsageError, match="E206"):
-        kvformat.open("s3://bucket/dataset")
+        kvformat.open("nosuch://bucket/dataset")
     for location in ("", "a\0b", b"bytes"):
         with pytest.raises(UsageError, match="E081"):
             kvformat.open(location)

@@ -14,7 +14,7 @@ import pytest
 from kvformat.errors import KVFormatError, UsageError
 from kvformat.storage import lease, mounts
 from kvformat.storage.lease import DirectoryLease, exclusive
-from kvformat.storage.location import local_path
+from kvformat.storage.location import local_path, resolve
 
 HOLDER = """
 import sys
@@ -58,6 +58,68 @@ def test_other_locations_are_named(location: str) -> None:
 def test_what_is_no_location(location: str | bytes) -> None:
     with pytest.raises(UsageError, match="E081"):
         local_path(location)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("location", "url"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        ("S3://Bucket/Some/Prefix///", "s3://Bucket/Some/Prefix"),
+        ("s3a://bucket/a b/%20/ü#1", "s3a://bucket/a b/%20/ü#1"),
+        ("gs://bucket/ds/", "gs://bucket/ds"),
+        ("abfs://container@account.dfs.core.windows.net/ds", "abfs://container@account.dfs.core.windows.net/ds"),
+        ("HTTPS://Host:8080/ds/?sig=1", "https://Host:8080/ds/?sig=1"),
+        ("hf://datasets/user/repo@v1/ds", "hf://datasets/user/repo@v1/ds"),
+        ("memory://ds/", "memory://ds"),
+        ("http://[::1]:9000/ds/", "http://[::1]:9000/ds"),
+        ("sftp://user@host/ds", "sftp://user@host/ds"),
+    ],
+)
+def test_remote_locations(location: str, url: str) -> None:
+    assert resolve(location) == url
+
+
+@pytest.mark.parametrize("location", ["/data/ds", "file:///data/ds", "FILE://localhost/data/ds", "local:///data/ds/"])
+def test_local_locations_resolve_to_paths(location: str) -> None:
+    assert resolve(location) == Path("/data/ds")
+
+
+@pytest.mark.parametrize(
+    ("location", "code", "text"),
+    [
+        ("nosuch://a/b", "E206", "no file system for nosuch://"),
+        ("zip://a/b", "E206", "no file system for zip://"),
+        ("simplecache::s3://bucket/ds", "E206", "cache="),
+        ("s3://bucket/ds::s3://other", "E206", "cache="),
+        ("file://host/ds", "E206", "mounted"),
+        ("s3://key:hunter2@bucket/ds", "E081", "storage_options"),
+        ("https://hunter2@host/ds", "E081", "storage_options"),
+        ("https://host/ds#part", "E081", "fragment"),
+        ("s3://bucket/ds?versionId=1", "E081", "query"),
+        ("s3:///ds", "E081", "names a bucket"),
+        ("s3://", "E081", "names a bucket"),
+        ("s3://bucket/a/../b", "E081", "relative"),
+        ("http://[::1/ds", "E081", "no URL"),
+        ("s3://bucket/a\0b", "E081", "non-empty"),
+        (Path("s3://bucket/ds"), "E081", "pass a string"),
+    ],
+)
+def test_urls_that_are_refused(location: str | Path, code: str, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(location)
+    assert caught.value.code == code
+    assert text in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_remote_locations_say_how_to_get_a_local_copy() -> None:
+    with pytest.raises(UsageError, match=r"E206.*kvformat copy"):
+        local_path("s3://bucket/ds")
+
+
+def test_a_path_of_many_colons_is_a_path(tmp_path: Path) -> None:
+    assert resolve(tmp_path / "a::b") == tmp_path / "a::b"
+    assert resolve("ds::1") == Path.cwd() / "ds::1"
 
 
 def test_the_mount_table_is_parsed(monkeypatch) -> None:

@@ -511,7 +511,7 @@ def test_bad_arguments(tmp_path, options):
     assert tree(tmp_path) == []
 
 
-@pytest.mark.parametrize(("location", "code"), [("s3://bucket/ds", "E206"), ("", "E081"), ("file://host/ds", "E206")])
+@pytest.mark.parametrize(("location", "code"), [("", "E081"), ("file://host/ds", "E206")])
 def test_bad_locations(location, code):
     with pytest.raises(kvformat.UsageError) as caught:
         writer(location)

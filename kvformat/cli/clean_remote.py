@@ -1,0 +1,106 @@
+"""``kvformat clean`` of a URL: what runs would resume from, and spools on this machine; never a shard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvformat.cli import output
+from kvformat.cli.clean import ask
+from kvformat.cli.kept import list_kept
+from kvformat.cli.spooled import nbytes_of
+from kvformat.errors import KVFormatError, make_error
+from kvformat.storage.lease import DirectoryLease
+from kvformat.storage.local_write import LocalFiles
+from kvformat.storage.remote import Remote
+from kvformat.storage.store import Stat
+from kvformat.write.spool import plan_of, remove_spool, spools
+
+__all__ = ["clean_remote"]
+
+_DOUBT = "no leases there: make sure no writer is at work on any machine"
+
+
+def clean_remote(remote: Remote, base: Path, *, yes: bool) -> None:
+    """Remove what is kept in an object store for runs that resume, and the spools of killed writers below ``base``.
+
+    Raises
+    ------
+    ConflictError
+        E117 where a writer on this machine is at work; what is its own is left alone.
+    UsageError
+        E081 where nobody answers.
+    """
+    held: dict[Path, DirectoryLease] = {}
+    try:
+        live = _take(base, remote.url, held)
+        kept = list_kept(remote)
+        busy = {plan_of(path) for path in live}
+        plans = [plan for plan in kept.plans if plan.digest not in busy]
+        objects = [stat for plan in plans for stat in _last_first(plan.objects)] + list(kept.probes)
+        if not objects and not held:
+            if not live:
+                output.emit("no staged work, 0 bytes freed")
+            else:
+                output.emit("nothing removed, 0 bytes freed")
+        elif yes or _agreed(remote, [plan.digest for plan in plans], objects, held):
+            _remove(remote, objects, held)
+        else:
+            output.emit("nothing removed, 0 bytes freed")
+    finally:
+        for lease in held.values():
+            lease.release()
+    for other in kept.others:
+        output.complain(f"not of a writer, left alone: {output.plain(remote.path(other))}")
+    if live:
+        raise make_error(
+            "E117", "a writer is at work on this machine: wait for it, or stop it, and clean again", path=live[0]
+        )
+
+
+def _take(base: Path, url: str, held: dict[Path, DirectoryLease]) -> list[Path]:
+    """Take the leases of all spools of a URL into ``held``; returns those a live writer has."""
+    live = []
+    for path in spools(base, url):
+        try:
+            lease = DirectoryLease.take(path)
+        except KVFormatError as error:
+            if error.code == "E002":  # its writer finished meanwhile
+                continue
+            raise
+        if lease is None:
+            live.append(path)
+        else:
+            held[path] = lease
+    return live
+
+
+def _last_first(objects: tuple[Stat, ...]) -> list[Stat]:
+    """The last receipt first, the plan at the end: cut short, a run resumes from what is left."""
+    plans = [stat for stat in objects if stat.name.endswith("/plan.json")]
+    return [stat for stat in reversed(objects) if stat not in plans] + plans
+
+
+def _agreed(remote: Remote, plans: list[str], objects: list[Stat], held: dict[Path, DirectoryLease]) -> bool:
+    if objects:
+        nbytes = sum(stat.nbytes for stat in objects)
+        what = f"{output.counted(len(plans), 'plan')}, {output.counted(len(objects), 'object')}"
+        output.complain(f"{output.plain(remote.path('.staging'))}: {what}, {output.size_text(nbytes)} ({_DOUBT})")
+    for path, lease in held.items():
+        doubt = "" if lease.supported else " (no leases on this file system: make sure no writer is at work)"
+        output.complain(f"{output.plain(path)}: {output.size_text(sum(nbytes_of(path)))}{doubt}")
+    return ask("Remove it? Shards are not touched, but the next run begins anew.")
+
+
+def _remove(remote: Remote, objects: list[Stat], held: dict[Path, DirectoryLease]) -> None:
+    files = LocalFiles()
+    freed = sum(remove_spool(files, path) for path in held)
+    for stat in objects:
+        remote.delete(stat.name)
+    lines = []
+    if objects:
+        nbytes = sum(stat.nbytes for stat in objects)
+        lines.append(f"removed {output.counted(len(objects), 'object')}, {nbytes:,} bytes freed in the store")
+    if held:
+        number = f"{len(held)} spool director{'y' if len(held) == 1 else 'ies'}"
+        lines.append(f"removed {number}, {freed:,} bytes freed on this machine")
+    output.emit(*lines)

@@ -1,0 +1,77 @@
+"""Small records that lie next to each other, fetched in one request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from kvformat.storage.remote import Remote, Write
+from kvformat.storage.store import Buffer
+
+__all__ = ["Block", "grouped"]
+
+_GAP_NBYTES = 256 << 10
+"""What is fetched and dropped, rather than asked for in two requests: some milliseconds of one connection."""
+
+
+class Block:
+    """A part of a shard, fetched once when the first record in it is wanted, and given to each of them.
+
+    Parameters
+    ----------
+    ranges
+        (start in the shard, bytes) of what is wanted, ascending.
+    """
+
+    def __init__(self, remote: Remote, name: str, ranges: Sequence[tuple[int, int]]) -> None:
+        self._remote = remote
+        self._name = name
+        self._ranges = ranges
+        self._lock = threading.Lock()
+        self._first = ranges[0][0]
+        self._data: memoryview | None = None
+        self._failure: Exception | None = None
+
+    def give(self, wanted: Sequence[tuple[int, int]], write: Write) -> None:
+        """Write ranges, each of which is one of the block's; what failed once is not tried again."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._data is None:
+                try:
+                    self._data = self._fetch()
+                except Exception as error:
+                    self._failure = error
+                    raise
+        for start, nbytes in wanted:
+            write(start, self._data[start - self._first : start - self._first + nbytes])
+
+    def _fetch(self) -> memoryview:
+        last, size = self._ranges[-1]
+        data = memoryview(bytearray(last + size - self._first))
+
+        def write(at: int, piece: Buffer) -> None:
+            data[at - self._first : at - self._first + len(piece)] = piece
+
+        self._remote.fetch(self._name, self._ranges, write)
+        return data
+
+
+def grouped(extents: Iterable[tuple[int, int]], most_nbytes: int) -> list[list[int]]:
+    """Which of these (start, end), ascending, to fetch together: neighbours, as far as one request goes.
+
+    Returns
+    -------
+    list
+        Groups of positions among ``extents``.
+    """
+    groups: list[list[int]] = []
+    first = last = 0
+    for number, (start, end) in enumerate(extents):
+        if groups and start - last <= _GAP_NBYTES and end - first <= most_nbytes:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+            first = start
+        last = end
+    return groups

@@ -1,0 +1,188 @@
+"""The records of a remote dataset that are here, or on their way."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvformat.errors import make_error
+from kvformat.read.ahead import Ahead
+from kvformat.read.blocks import Block, grouped
+from kvformat.read.fetched import FetchedRecord
+from kvformat.read.index import ShardRow
+from kvformat.read.shards import OpenShard
+from kvformat.read.stored import StoredRecord, Wanted
+from kvformat.storage.local_read import FileIdentity
+from kvformat.storage.remote_read import RemoteReader
+
+if TYPE_CHECKING:
+    from kvformat.read.dataset import Dataset
+
+__all__ = ["RecordPool"]
+
+_THREADS = 8
+_KEPT_NBYTES = 256 << 20
+_KNOWN = 1 << 17
+_ROWS = 256
+_LISTED = 1 << 20
+
+
+class _Coming(NamedTuple):
+    """A record that was announced; ``ranges`` are (start in the shard, bytes) of what is wanted of it."""
+
+    holder: FetchedRecord
+    record: StoredRecord
+    ranges: list[tuple[int, int]]
+    cached: bool
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First and last byte of that in the shard."""
+        start, nbytes = self.ranges[-1]
+        return self.ranges[0][0], start + nbytes
+
+
+class RecordPool:
+    """Records of a remote dataset, each fetched as a part of its shard; stands where a :class:`ShardPool` would.
+
+    At most ``max_open_files`` are kept, and of those in memory 256 MiB, besides those that were announced and are not
+    used yet. A record that is dropped lasts as long as tensors refer to it.
+
+    Attributes
+    ----------
+    firsts, listed
+        As those of a :class:`ShardPool` with too many shards to list.
+    """
+
+    def __init__(self, dataset: Dataset, reader: RemoteReader, *, max_open_files: int) -> None:
+        if max_open_files < 1:
+            raise make_error("E081", f"max_open_files must be at least 1, found {max_open_files}")
+        self.firsts: list[int] = []
+        self.listed: list[OpenShard | None] = [None]
+        self._dataset = dataset
+        self._reader = reader
+        self._limit = max_open_files
+        self._starts: list[int] | None = None
+        self._rows: OrderedDict[int, ShardRow] = OrderedDict()
+        self._known: OrderedDict[int, FileIdentity] = OrderedDict()
+        self._ahead = Ahead(_THREADS)
+        self._begin()
+
+    @property
+    def num_open(self) -> int:
+        """Records kept."""
+        return len(self._kept)
+
+    def open_shards(self) -> list[OpenShard]:
+        """What is kept."""
+        return list(self._kept.values())
+
+    def holding(self, number: int) -> FetchedRecord:
+        """A record of the dataset, of which nothing may be here yet."""
+        if self._process != os.getpid():
+            self._begin()
+        found = self._announced.pop(number, None)
+        if found is None:
+            found = self._kept.get(number)
+            if found is not None:
+                try:
+                    self._kept.move_to_end(number)
+                except KeyError:  # another thread dropped it meanwhile
+                    self._kept[number] = found
+                return found
+            found = self._make(number)
+        self._keep(number, found)
+        return found
+
+    def announce(self, numbers: Sequence[int], wanted: Wanted) -> int:
+        """Have what is wanted of these records fetched meanwhile; the bytes that are on their way for it.
+
+        They stay here until they are used, or :meth:`forget` is called.
+        """
+        if self._process != os.getpid():
+            self._begin()
+        by_shard: dict[int, list[_Coming]] = {}
+        for number in sorted(set(numbers)):
+            if number not in self._announced and number not in self._kept:
+                coming = self._coming(number, wanted)
+                self._announced[number] = coming.holder
+                by_shard.setdefault(coming.holder.row.ordinal, []).append(coming)
+        most = self._reader.remote.options.request_nbytes
+        nbytes = 0
+        for ordered in by_shard.values():
+            # What the cache holds is not fetched with its neighbours: the block would bring it once more.
+            here = [coming for coming in ordered if coming.cached]
+            missing = [coming for coming in ordered if not coming.cached]
+            groups = [[missing[at] for at in group] for group in grouped([c.extent for c in missing], most)]
+            for members in groups:
+                if len(members) > 1:
+                    ranges = [extent for coming in members for extent in coming.ranges]
+                    block = Block(self._reader.remote, members[0].holder.row.path, ranges)
+                    for coming in members:
+                        coming.holder.from_block(block)
+            for members in [*groups, *([here] if here else [])]:
+                self._ahead.submit(partial(_fetch_all, members, wanted))
+            nbytes += sum(size for coming in ordered for _, size in coming.ranges)
+        return nbytes
+
+    def _coming(self, number: int, wanted: Wanted) -> _Coming:
+        holder = self._make(number)
+        record = StoredRecord(self._dataset, number, holder)
+        ranges = holder.ranges(record, wanted)
+        absolute = [(holder.origin + at, size) for at, size in ranges]
+        return _Coming(holder, record, absolute, holder.seems_cached(ranges))
+
+    def forget(self) -> None:
+        """Drop what was announced and not used."""
+        self._ahead.forget()
+        self._announced.clear()
+
+    def _make(self, number: int) -> FetchedRecord:
+        made = FetchedRecord(self._dataset, self._reader, self._row(number), number)
+        known = self._known.get(number)
+        if known is not None:
+            made.trust(known)
+        return made
+
+    def _keep(self, number: int, record: FetchedRecord) -> None:
+        self._kept[number] = record
+        in_memory = self._reader.cache_nbytes is None
+        while len(self._kept) > 1 and (
+            len(self._kept) > self._limit
+            or (in_memory and sum(kept.held_nbytes for kept in list(self._kept.values())) > _KEPT_NBYTES)
+        ):
+            try:
+                dropped, was = self._kept.popitem(last=False)
+            except KeyError:
+                break
+            if was.proved is not None:
+                self._known[dropped] = was.proved
+                if len(self._known) > _KNOWN:
+                    self._known.popitem(last=False)
+
+    def _row(self, number: int) -> ShardRow:
+        index = self._dataset.index
+        if self._starts is None:
+            self._starts = index.first_records(at_most=_LISTED)
+        ordinal = bisect_right(self._starts, number) - 1 if self._starts else index.shard_of(number)
+        found = self._rows.get(ordinal)
+        if found is None:
+            found = self._rows[ordinal] = index.shard(ordinal)
+            if len(self._rows) > _ROWS:
+                self._rows.popitem(last=False)
+        return found
+
+    def _begin(self) -> None:
+        """Begin anew: after a fork, what the threads of the parent had in work never comes."""
+        self._process = os.getpid()
+        self._kept: OrderedDict[int, FetchedRecord] = OrderedDict()
+        self._announced: dict[int, FetchedRecord] = {}
+
+
+def _fetch_all(members: Sequence[_Coming], wanted: Wanted) -> None:
+    for coming in members:
+        coming.holder.fetch_ahead(coming.record, wanted)

@@ -1,0 +1,5 @@
+"""Copies of published datasets, from anywhere to anywhere: :func:`kvformat.copy`."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,207 @@
+"""Local directories in which shards wait for their upload to an object store."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from kvformat.errors import KVFormatError, make_error
+from kvformat.storage.faults import translate, translated
+from kvformat.storage.lease import DirectoryLease, exclusive
+from kvformat.storage.local_write import LocalFiles
+from kvformat.storage.location import local_path
+
+__all__ = [
+    "MOST_SHARDS",
+    "Spool",
+    "SpoolFiles",
+    "default_spool",
+    "remove_spool",
+    "spool_directory",
+    "spools",
+    "state_of",
+]
+
+MOST_SHARDS = 4
+"""Shards in a spool at once: the one in work, and the finished ones a writer goes on before."""
+
+_DIRECTORY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-[0-9a-f]{8}")
+_FILE = re.compile(r"[0-9]{8}\.(shard|part)")
+_BUSY_TIMEOUT_S = 60.0
+
+
+class SpoolFiles(LocalFiles):
+    """Files nobody needs after a crash: nothing is synced."""
+
+    def sync(self, fd: int, path: Path) -> None:
+        """Leave it to the system."""
+
+    def sync_dir(self, path: Path) -> None:
+        """Leave it to the system."""
+
+
+class Spool:
+    """The spool directory of one writer, who holds its lease and removes it at the end.
+
+    Its name tells of which URL and plan it is. What a killed writer left is removed by the next one that starts one
+    below the same directory.
+    """
+
+    def __init__(self, files: LocalFiles, path: Path, lease: DirectoryLease) -> None:
+        self._files = files
+        self._lease = lease
+        self._num_parts = 0
+        self.path = path
+
+    @classmethod
+    def create(cls, files: LocalFiles, base: Path, url: str, plan: str) -> Spool:
+        """Make one below ``base``, which is made where it does not exist, for a URL and the digest of a plan.
+
+        Raises
+        ------
+        ConflictError
+            E117 where other processes keep ``base`` busy.
+        StorageError
+            E200, E207 where no directory can be made.
+        """
+        _make_base(base)
+        path = base / f"{_digest(url)}-{plan}-{secrets.token_hex(4)}"
+        # Nobody sweeps between making the directory and taking its lease.
+        with exclusive(base, timeout_s=_BUSY_TIMEOUT_S, refusal=lambda: _busy(base)):
+            _sweep(files, base)
+            try:
+                files.make_dir(path)
+                with translated(path):
+                    path.chmod(0o700)
+                lease = DirectoryLease.take(path)
+                assert lease is not None  # the name is random, and nobody sweeps
+            except BaseException:
+                files.remove_dir(path)
+                raise
+        return cls(files, path, lease)
+
+    def shard(self, ordinal: int) -> Path:
+        """Path of a shard."""
+        return self.path / f"{ordinal:08d}.shard"
+
+    @contextlib.contextmanager
+    def part(self, data: bytes) -> Iterator[Path]:
+        """A file with this content, for a block. Not for several threads."""
+        path = self.path / f"{self._num_parts:08d}.part"
+        self._num_parts += 1
+        try:
+            self._files.create_file(path, data)
+            yield path
+        finally:
+            self._files.unlink(path)
+
+    def drop(self, ordinal: int) -> None:
+        """Remove a shard."""
+        self._files.unlink(self.shard(ordinal))
+
+    def remove(self) -> None:
+        """Remove the directory. More than once is harmless."""
+        try:
+            remove_spool(self._files, self.path)
+        finally:
+            self._lease.release()
+
+
+def default_spool() -> Path:
+    """``kvformat/spool`` in the user's cache directory: ``$XDG_CACHE_HOME``, or ``~/.cache``.
+
+    Raises
+    ------
+    UsageError
+        E081 where the user has no home directory.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if named.is_absolute():  # any other value is to be ignored, says the specification of these directories
+        return named / "kvformat" / "spool"
+    try:
+        return Path.home() / ".cache" / "kvformat" / "spool"
+    except RuntimeError:
+        raise make_error("E081", "no home directory is known: say where the spool may be (spool=, --spool)") from None
+
+
+def spool_directory(spool: str | os.PathLike[str] | None) -> Path:
+    """Where spools are to be: as given, or :func:`default_spool`; E081 for a path that makes no sense."""
+    return default_spool() if spool is None else local_path(spool)
+
+
+def spools(base: Path, url: str | None = None) -> list[Path]:
+    """Spool directories below ``base``, sorted; only those of a URL, where one is given."""
+    prefix = "" if url is None else f"{_digest(url)}-"
+    with translated(base):
+        try:
+            entries = sorted(base.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [
+            path
+            for path in entries
+            if _DIRECTORY.fullmatch(path.name)
+            and path.name.startswith(prefix)
+            and path.is_dir()
+            and not path.is_symlink()
+        ]
+
+
+def plan_of(path: Path) -> str:
+    """Digest of the plan a spool directory is for."""
+    return path.name.split("-")[1]
+
+
+def state_of(lease: DirectoryLease | None) -> Literal["live", "abandoned", "unknown"]:
+    """What taking a directory's lease says of its writer."""
+    if lease is None:
+        return "live"
+    return "abandoned" if lease.supported else "unknown"
+
+
+def remove_spool(files: LocalFiles, path: Path) -> int:
+    """Remove what a writer put into a spool directory, and the directory; returns the bytes that were in it."""
+    freed = 0
+    for entry in sorted(path.iterdir()) if path.is_dir() else ():
+        if _FILE.fullmatch(entry.name):
+            freed += entry.lstat().st_size
+            files.unlink(entry)
+    files.remove_dir(path)
+    return freed
+
+
+def _sweep(files: LocalFiles, base: Path) -> None:
+    for path in spools(base):
+        with contextlib.suppress(KVFormatError, OSError):  # another user's, perhaps: no reason not to write
+            lease = DirectoryLease.take(path)
+            if lease is None:
+                continue
+            try:
+                if lease.supported:
+                    remove_spool(files, path)
+            finally:
+                lease.release()
+
+
+def _make_base(base: Path) -> None:
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        message = "a file stands where a directory for the spool is needed: choose another place"
+        raise make_error("E207", message, path=base) from None
+    except OSError as error:
+        raise translate(error, base) from error
+
+
+def _busy(base: Path) -> KVFormatError:
+    return make_error("E117", f"other writers keep the spool busy for more than {_BUSY_TIMEOUT_S:.0f} s", path=base)
+
+
+def _digest(url: str) -> str:
+    return hashlib.sha256(url.encode()).hexdigest()[:16]
