@@ -34,7 +34,7 @@ def python(program: str, directory: Path) -> str:
 
 
 def test_quickstart(repository: Path, tmp_path: Path) -> None:
-    start, more, _, _ = blocks(repository)
+    start, more, _, _, _ = blocks(repository)
     assert len(start.splitlines()) <= 22
     checks = """
 assert nbytes == ds["clip-1"].component("k").nbytes * 2
@@ -47,7 +47,7 @@ assert same.names == ["clip-1"]
 
 def test_training_loop(repository: Path, tmp_path: Path) -> None:
     """Stopped after each batch, it goes on as if it had not been."""
-    start, _, train, ways = blocks(repository)
+    start, _, train, ways, _ = blocks(repository)
     python(start, tmp_path)
     whole = python(train + "print('weights', model.query.sum().item())\n" + ways, tmp_path)
     lines = [line.rpartition(" ")[0] for line in whole.splitlines()]  # without the time waited
@@ -64,10 +64,29 @@ def test_training_loop(repository: Path, tmp_path: Path) -> None:
     assert end.splitlines() == [whole.splitlines()[-1]]
 
 
+def test_object_stores(repository: Path, seaweed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, _, _, _, remote = blocks(repository)
+    python(start, tmp_path)
+    options = seaweed.storage_options
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
+    monkeypatch.setenv("AWS_REGION", options["client_kwargs"]["region_name"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
+    url = f"{seaweed.bucket()}/quickstart"
+    for transport in ("auto", "fsspec"):
+        program = remote.replace("s3://bucket/quickstart", f"{url}-{transport}").replace(
+            "out/back", f"out/{transport}"
+        )
+        if transport == "fsspec":
+            program = "import sys\nsys.modules['obstore'] = None\n" + program
+        python(program, tmp_path)
+        assert (tmp_path / "out" / transport / "kvformat.json").is_file()
+
+
 def test_commands(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = re.findall(r"^kvformat (.*?) +# ", (repository / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     commands = [line.replace("DIR_OR_ID", "model").split() for line in lines]
-    names = ["estimate", "extract", "inspect", "verify", "diff", "status", "clean"]
+    names = ["estimate", "extract", "inspect", "verify", "diff", "status", "clean", "copy"]
     assert [command[0] for command in commands] == names
     save_tiny(tmp_path / "model", "llama")
     monkeypatch.chdir(tmp_path)

@@ -248,6 +248,12 @@ def _staged_lines(work: StagedWork) -> list[str]:
         f"    finished: {finished}; {output.size_text(work.total_nbytes)} in all",
     ]
     plan = work.plan
+    name = output.plain(work.path).rpartition("/")[2]
+    if plan is None and name.startswith("copy-"):
+        return [
+            lines[0],
+            f"    a copy of dataset {name[5:]}, {output.size_text(work.total_nbytes)}; copy again to go on",
+        ]
     if plan is None:
         return [*lines, "    plan: not readable"]
     shards = f"shards of {output.size_text(plan.shard_nbytes)}"

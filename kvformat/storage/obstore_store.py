@@ -202,7 +202,8 @@ class ObstoreStore:
 
     def _attempt(self, call: Callable[..., Any], *args: Any, timeout_s: float, **options: Any) -> Any:
         try:
-            if timeout_s < self._timeout_s:
+            # The client has a time-out of its own, and a thread for each request has its price.
+            if timeout_s < 0.9 * self._timeout_s:
                 return run_in_thread(lambda: call(*args, **options), timeout_s=timeout_s)
             return call(*args, **options)
         except Exception as error:

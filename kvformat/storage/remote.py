@@ -53,7 +53,8 @@ class RemoteOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     attempt_timeout_s
         For one attempt of one request.
     deadline_s
-        For an operation with all its retries; of a transfer, without any byte arriving.
+        For an operation with all its retries; of a transfer, without any byte arriving. At most 60 before the store
+        has answered for the first time.
     """
 
     transport: str = "auto"

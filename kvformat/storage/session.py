@@ -15,6 +15,7 @@ from kvformat.storage.store import Store
 __all__ = ["Session"]
 
 _MOST_GRACE_S = 5.0
+_FIRST_DEADLINE_S = 60.0
 
 
 class Session:
@@ -56,6 +57,7 @@ class Session:
         self._store: Store | None = None
         self._retired: list[Store] = []
         self._closed = False
+        self._heard = False
         self._grace_s = min(_MOST_GRACE_S, attempt_timeout_s)
         self._pool = Pool(max_requests=max_requests, max_nbytes=max_nbytes, grace_s=self._grace_s, clock=timing.clock)
 
@@ -80,8 +82,9 @@ class Session:
                 self._retired.append(outdated)  # requests are under way in it
 
     def deadline(self) -> Deadline:
-        """For an operation that begins now."""
-        return Deadline(self._deadline_s, self._timing.clock)
+        """For an operation that begins now; a store that never answered is not waited for as long as one that did."""
+        seconds = self._deadline_s if self._heard else min(self._deadline_s, _FIRST_DEADLINE_S)
+        return Deadline(seconds, self._timing.clock)
 
     def last_words(self) -> Deadline:
         """For cleaning up after a failure."""
@@ -121,6 +124,7 @@ class Session:
             answered=answered,
         )
         operation.run(settle_s=self._grace_s if settle else 0.0)
+        self._heard = True
 
     def ask(
         self, attempt: Callable[[Store, float], Any], deadline: Deadline, *, nbytes: int = 0, renews: bool = True

@@ -38,6 +38,10 @@ _CODES: dict[str, type[StoreFault]] = {
     **dict.fromkeys(["ContainerNotFound", "InvalidBucketName", "NoSuchBucket", "NoSuchKey"], MissingFault),
     "NotImplemented": UnsupportedFault,
     **dict.fromkeys(["QuotaExceeded", "StorageFull", "XMinioStorageFull"], FullFault),
+    **dict.fromkeys(
+        ["BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"],
+        TransportFault,  # damaged or cut off on its way there
+    ),
 }
 _STATUSES: dict[int, type[StoreFault]] = {
     301: DeniedFault,  # the bucket is in another region
@@ -45,9 +49,11 @@ _STATUSES: dict[int, type[StoreFault]] = {
     403: DeniedFault,
     404: MissingFault,
     405: UnsupportedFault,
+    408: TransportFault,
     409: ExistsFault,
     412: ExistsFault,
     416: ShortFault,
+    425: TransportFault,
     429: ThrottledFault,
     501: UnsupportedFault,
     503: ThrottledFault,
@@ -64,6 +70,7 @@ _ERRNOS: dict[int, type[StoreFault]] = {
 # By name, for none of these packages need be installed.
 _CLASSES: dict[str, type[StoreFault]] = {
     "ClientAuthenticationError": DeniedFault,
+    "ClientPayloadError": TransportFault,  # aiohttp's parser speaks of a status 400 then
     "CredentialRetrievalError": DeniedFault,
     "DefaultCredentialsError": DeniedFault,
     "NoCredentialsError": DeniedFault,
@@ -89,8 +96,12 @@ _TEXT_CHARS = 300
 
 
 def fault_of_status(status: int, code: str = "", text: str = "") -> StoreFault:
-    """The fault of an HTTP status, and of the code in the answer's body where there is one."""
-    kind = _CODES.get(code) or _STATUSES.get(status, TransportFault)
+    """The fault of an HTTP status, and of the code in the answer's body where there is one.
+
+    Of the client errors, those that are not known here are no better for being repeated.
+    """
+    other = StoreFault if 400 <= status < 500 else TransportFault
+    kind = _CODES.get(code) or _STATUSES.get(status, other)
     return kind(" ".join(filter(None, [f"HTTP {status}", code, _short(text)])))
 
 

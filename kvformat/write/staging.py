@@ -20,7 +20,7 @@ from kvformat.storage.local_write import LocalFiles
 
 __all__ = ["Plan", "Receipt", "StagedRecord", "Staging", "remove_staging", "stagings"]
 
-_DIRECTORY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}")
+_DIRECTORY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}|copy-[0-9a-f]{16}")  # a writer's; a copy's, by the dataset id
 _RECEIPT = re.compile(r"([0-9]{8})\.json")
 
 
@@ -200,7 +200,7 @@ def _read_receipt(path: Path, ordinal: int) -> Receipt:
 
 
 def stagings(root: Path) -> list[Path]:
-    """Staging directories below a root, sorted."""
+    """Staging directories below a root, of writers and of copies, sorted."""
     parent = root / STAGING
     if not parent.is_dir() or parent.is_symlink():
         return []

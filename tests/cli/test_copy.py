@@ -227,3 +227,15 @@ def test_what_may_be_a_secret_is_not_repeated(given: list[str]) -> None:
         parse_storage_options(given, "--source-option")
     assert "hush" not in str(caught.value)
     assert "--source-option" in str(caught.value)
+
+
+def test_what_a_killed_copy_left_is_named_and_cleaned(run, published: Path, tmp_path: Path) -> None:
+    identity = kvformat.open(published).id
+    left = tmp_path / "copy" / ".staging" / f"copy-{identity[:16]}"
+    left.mkdir(parents=True)
+    (left / "00000000-0123456789abcdef.safetensors.0a0b0c0d.part").write_bytes(bytes(5000))
+    lines = run("status", tmp_path / "copy").stdout.splitlines()
+    assert f"    a copy of dataset {identity[:16]}, 5 kB; copy again to go on" in lines
+    assert not any("not a staging directory" in line for line in lines)
+    assert run("clean", tmp_path / "copy", "--yes").code == 0
+    assert not (tmp_path / "copy" / ".staging").exists()

@@ -20,7 +20,7 @@ from kvformat.errors import make_error
 from tests.cli.conftest import REPOSITORY, command, environment
 from tests.cli.datasets import Result, flip, write
 
-COMMANDS = ("extract", "estimate", "inspect", "verify", "diff", "status", "clean")
+COMMANDS = ("extract", "estimate", "inspect", "verify", "diff", "copy", "status", "clean")
 VECTORS = REPOSITORY / "spec" / "vectors" / "v1"
 
 # ------------------------------------------------------------------------------------------------- what --help costs

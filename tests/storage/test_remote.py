@@ -492,6 +492,29 @@ def test_a_storm_of_503s_is_over_when_it_is_over() -> None:
     remote.close()
 
 
+def test_a_store_that_never_answered_is_given_up_sooner() -> None:
+    clock = Clock()
+    remote = remote_of(faulty(Rule("get", throttled(), nth=range(10**6))), clock=clock, deadline_s=1000)
+    for least, most in ((20, 61), (20, 61)):
+        begun = clock.now
+        with pytest.raises(KVFormatError, match="E208"):
+            remote.fetch("a", [(0, 10)], Target())
+        assert least < clock.now - begun <= most
+    remote.stat("a")
+    begun = clock.now
+    with pytest.raises(KVFormatError, match="E208"):
+        remote.fetch("a", [(0, 10)], Target())
+    assert 500 < clock.now - begun <= 1001
+    remote.close()
+
+
+@pytest.mark.parametrize(("status", "code", "kind"), [(400, "", StoreFault), (400, "BadDigest", TransportFault)])
+def test_a_client_error_nobody_knows_is_not_repeated(status, code, kind) -> None:
+    from kvformat.storage.store_faults import fault_of_status
+
+    assert type(fault_of_status(status, code)) is kind
+
+
 def test_while_a_store_refuses_it_is_asked_less() -> None:
     """What was refused keeps its place: 100 others do not run into the same refusal meanwhile."""
     clock = Clock()
