@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-SCRIPTS = ("handles", "read", "slab", "open_million", "write", "loader", "sampler")
+SCRIPTS = ("handles", "read", "slab", "open_million", "write", "loader", "sampler", "remote")
 
 
 def main(

@@ -9,17 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from litdata import StreamingDataLoader, StreamingDataset
+from litdata.streaming import downloader
 from litdata.streaming.cache import Cache
 
 from benchmarks.peers import Destination, Purpose, ReaderBase, sync_tree
 from benchmarks.peers._loading import Batch, Collate, loader_options
+from benchmarks.peers._remote import NUM_WORKERS, Source, Variant
 
 if TYPE_CHECKING:
-    from benchmarks.shapes import Corpus, Outline, Record
+    from benchmarks.shapes import Corpus, Outline, Record, Shape
 
 NAME = "LitData"
 NOTE = "StreamingDataset[i], bytes item, mapped chunk, batch_decode=0; no checksum"
 LOADER_NOTE = "StreamingDataLoader(StreamingDataset(shuffle=True)), shuffles chunks, then items; packed in the worker"
+REMOTE = (
+    Variant(
+        "cache",
+        "LitData",
+        "none",
+        "chunks",
+        "StreamingDataLoader(StreamingDataset(url, cache_dir, shuffle=True, batch_decode='all')), 2 workers",
+    ),
+)
 REPEATED = True
 # Offsets are 32 bits wide, so a chunk stays below 4 GiB. Reading is quickest with everything in one mapping, writing
 # with small chunks, whose memory is reused, loading with something between.
@@ -27,14 +38,18 @@ _CHUNK_NBYTES: dict[Purpose, int] = {"read": 1 << 30, "slab": 1 << 30, "write": 
 
 
 def write(path: Path, records: Sequence[Record], purpose: Purpose) -> None:
-    cache = Cache(str(path / "lit"), chunk_bytes=_CHUNK_NBYTES[purpose])
+    _write(path, records, _CHUNK_NBYTES[purpose])
+    sync_tree(path)
+
+
+def _write(path: Path, records: Sequence[Record], chunk_nbytes: int) -> None:
+    cache = Cache(str(path / "lit"), chunk_bytes=chunk_nbytes)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="An item was larger than the target chunk size")
         for index, record in enumerate(records):
             cache[index] = record.payload.tobytes()
         cache.done()
         cache.merge()
-    sync_tree(path)
 
 
 class _LitData(ReaderBase):
@@ -84,3 +99,38 @@ class _Loader:
 
 def open_loader(path: Path, corpus: Outline, *, batch_size: int, epochs: int, num_workers: int) -> _Loader:  # noqa: ARG001 - written so often
     return _Loader(path, corpus, batch_size=batch_size, num_workers=num_workers)
+
+
+def write_remote(path: Path, records: Sequence[Record]) -> None:
+    _write(path, records, _CHUNK_NBYTES["write"])
+
+
+class _Remote:
+    def __init__(self, source: Source, shape: Shape, cache: Path, batch_size: int) -> None:
+        # Its obstore takes no options and refuses plain HTTP, which a server on loopback speaks.
+        downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # noqa: SLF001 - there is no other way
+        dataset = StreamingDataset(
+            f"{source.url}/lit",
+            cache_dir=str(cache),
+            shuffle=True,
+            batch_decode="all",  # by far the quickest: with fewer, a downloaded chunk is read again and again
+            storage_options={
+                "endpoint_url": source.endpoint,
+                "aws_access_key_id": source.key,
+                "aws_secret_access_key": source.secret,
+                "region_name": source.region,
+            },
+        )
+        self._loader: Any = StreamingDataLoader(
+            dataset, batch_size=batch_size, collate_fn=Collate(shape), **loader_options(NUM_WORKERS)
+        )
+
+    def epoch(self) -> Iterator[Batch]:
+        yield from self._loader
+
+    def close(self) -> None:
+        self._loader = None
+
+
+def open_remote(source: Source, shape: Shape, variant: str, cache: Path, batch_size: int) -> _Remote:  # noqa: ARG001 - there is one
+    return _Remote(source, shape, cache, batch_size)

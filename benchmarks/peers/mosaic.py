@@ -14,13 +14,20 @@ import numpy as np
 
 from benchmarks.peers import Destination, Purpose, ReaderBase, sync_tree
 from benchmarks.peers._loading import Batch, Collate, loader_options
+from benchmarks.peers._remote import NUM_WORKERS, Source, Variant
 
 if TYPE_CHECKING:
-    from benchmarks.shapes import Corpus, Outline, Record
+    from benchmarks.shapes import Corpus, Outline, Record, Shape
 
 NAME = "MosaicML streaming"
 NOTE = "MDS bytes, no hash; every read opens the shard and copies twice; layers: a sample each"
 LOADER_NOTE = "StreamingDataLoader(StreamingDataset(shuffle=True)), shuffled in blocks; packed in the worker"
+_HASH = "xxh64"
+_REMOTE_NOTE = "StreamingDataLoader(StreamingDataset(remote, local, shuffle=True)), 2 workers, MDS shards of 64 MiB"
+REMOTE = (
+    Variant("plain", "MosaicML streaming", "none", "shards", _REMOTE_NOTE),
+    Variant("hash", "MosaicML streaming, hashed", "xxh64, shards", "shards", f"as above, validate_hash={_HASH!r}"),
+)
 _SHARD_NBYTES = 1 << 26
 
 
@@ -115,3 +122,38 @@ class _Loader:
 
 def open_loader(path: Path, corpus: Outline, *, batch_size: int, epochs: int, num_workers: int) -> _Loader:
     return _Loader(path, corpus, batch_size=batch_size, epochs=epochs, num_workers=num_workers)
+
+
+def write_remote(path: Path, records: Sequence[Record]) -> None:
+    with MDSWriter(out=str(path / "mds"), columns={"kv": "bytes"}, size_limit=_SHARD_NBYTES, hashes=[_HASH]) as writer:
+        for record in records:
+            writer.write({"kv": record.payload.tobytes()})
+
+
+class _Remote:
+    def __init__(
+        self, source: Source, shape: Shape, cache: Path, batch_size: int, *, validate_hash: str | None
+    ) -> None:
+        self._dataset = StreamingDataset(
+            remote=f"{source.url}/mds",
+            local=str(cache / "mds"),
+            shuffle=True,
+            batch_size=batch_size,
+            validate_hash=validate_hash,
+        )
+        for stream in self._dataset.streams:
+            # Else the forked workers share its connection, and get each other's answers: wrong bytes, or none.
+            stream._downloader.clean_up()  # noqa: SLF001 - there is no other way
+        self._loader: Any = StreamingDataLoader(
+            self._dataset, batch_size=batch_size, collate_fn=_Collate(shape), **loader_options(NUM_WORKERS)
+        )
+
+    def epoch(self) -> Iterator[Batch]:
+        yield from self._loader
+
+    def close(self) -> None:
+        self._loader = self._dataset = None
+
+
+def open_remote(source: Source, shape: Shape, variant: str, cache: Path, batch_size: int) -> _Remote:
+    return _Remote(source, shape, cache, batch_size, validate_hash=_HASH if variant == "hash" else None)

@@ -17,6 +17,7 @@ from kvformat.write.spool import plan_of, remove_spool, spools
 
 __all__ = ["clean_remote"]
 
+_MOST_NAMED = 20
 _DOUBT = "no leases there: make sure no writer is at work on any machine"
 
 
@@ -49,8 +50,10 @@ def clean_remote(remote: Remote, base: Path, *, yes: bool) -> None:
     finally:
         for lease in held.values():
             lease.release()
-    for other in kept.others:
+    for other in kept.others[:_MOST_NAMED]:
         output.complain(f"not of a writer, left alone: {output.plain(remote.path(other))}")
+    if len(kept.others) > _MOST_NAMED:
+        output.complain(f"and {len(kept.others) - _MOST_NAMED:,} more: `kvformat status` names them")
     if live:
         raise make_error(
             "E117", "a writer is at work on this machine: wait for it, or stop it, and clean again", path=live[0]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from functools import partial
 from operator import index
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -22,6 +22,7 @@ from kvformat.loader.foresight import Foresight, Sized
 from kvformat.loader.iteration import Iteration
 from kvformat.loader.layouts import BatchLayout, LayoutName, as_layout
 from kvformat.loader.lookup import as_source, numbers_of
+from kvformat.loader.packers import Packers
 from kvformat.loader.sampler import BatchSampler
 from kvformat.loader.stats import LoaderStats
 
@@ -29,8 +30,6 @@ __all__ = ["KVLoader"]
 
 _MOST_BATCHES = 256
 """Ahead at most: of tiny batches, the first would else wait until a whole epoch is drawn."""
-_PATIENCE_S = 5.0
-"""For batches in work where an iteration is broken off; their threads end by themselves, and pack nothing more."""
 
 
 class _Stand(NamedTuple):
@@ -263,9 +262,7 @@ class _Ahead:
     def __init__(self, pack: Callable[[Batch], tuple[Batch, float]], most_nbytes: int, threads: int) -> None:
         self._pack = pack
         self._most = most_nbytes
-        own = self._own = set[int]()
-        note = lambda: own.add(threading.get_ident())  # noqa: E731 -- of the set alone: a method would keep all of this
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvformat-load", initializer=note)
+        self._packers = Packers(threads)
         self._waiting: deque[_Work] = deque()
         self._nbytes = 0
         self._failed: Future[tuple[Batch, float]] = Future()
@@ -281,7 +278,7 @@ class _Ahead:
 
     def submit(self, batch: Batch, nbytes: int) -> None:
         """Have a thread pack a batch."""
-        self._waiting.append(_Work(self._pool.submit(self._run, batch), nbytes))
+        self._waiting.append(_Work(self._packers.submit(partial(self._run, batch)), nbytes))
         self._nbytes += nbytes
 
     def take(self) -> tuple[Batch, float]:
@@ -304,14 +301,7 @@ class _Ahead:
         or one that holds what its threads wait for. So it does not wait for itself, nor for ever.
         """
         if self._process == os.getpid():
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            if threading.get_ident() not in self._own:
-                end = time.monotonic() + _PATIENCE_S
-                begun = [work.future for work in self._waiting if not work.future.done()]
-                with contextlib.suppress(TimeoutError):
-                    for future in begun:
-                        future.exception(timeout=max(0.0, end - time.monotonic()))
-                    self._pool.shutdown(wait=True)
+            self._packers.close()
         self._waiting.clear()
 
     def _run(self, batch: Batch) -> tuple[Batch, float]:

@@ -29,11 +29,14 @@ class Ahead:
             self._begin()
         with self._changed:
             self._jobs.append(job)
-            if self._idle:
+            if self._idle >= len(self._jobs):  # of those that were told before, some may not have woken up yet
                 self._changed.notify()
             elif self._running < self._threads:
                 self._running += 1
-                threading.Thread(target=_work, args=(self,), name="kvformat-ahead", daemon=True).start()
+                try:
+                    threading.Thread(target=_work, args=(self,), name="kvformat-ahead", daemon=True).start()
+                except RuntimeError:  # the system allows no more, or the interpreter ends: it is done at its use
+                    self._running -= 1
 
     def forget(self) -> None:
         """Drop the jobs that were not begun."""
@@ -64,3 +67,4 @@ class Ahead:
 def _work(ahead: Ahead) -> None:
     while (job := ahead.take()) is not None:
         job()
+        del job  # what it fetched would else be held until the next one

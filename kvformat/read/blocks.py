@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 from kvformat.storage.remote import Remote, Write
@@ -29,11 +30,20 @@ class Block:
         self._ranges = ranges
         self._lock = threading.Lock()
         self._first = ranges[0][0]
+        self._starts = [start for start, _ in ranges]
         self._data: memoryview | None = None
         self._failure: Exception | None = None
 
+    def covers(self, wanted: Sequence[tuple[int, int]]) -> bool:
+        """Whether each of these ranges is part of one of the block's: between those, nothing was fetched."""
+        for start, nbytes in wanted:
+            at = bisect_right(self._starts, start) - 1
+            if at < 0 or start + nbytes > sum(self._ranges[at]):
+                return False
+        return True
+
     def give(self, wanted: Sequence[tuple[int, int]], write: Write) -> None:
-        """Write ranges, each of which is one of the block's; what failed once is not tried again."""
+        """Write ranges, which it covers; what failed once is not tried again."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure

@@ -95,7 +95,7 @@ class Dataset:
             self.shards = RecordPool(self, reader, max_open_files=most)
         else:
             tensors = self.num_components + len(schema.extras)
-            self.shards = ShardPool(reader, self.index, max_open_files=most, tensors=tensors)
+            self.shards = ShardPool(reader, self.index, max_open_files=most, tensors=tensors, totals=manifest.totals)
 
     def _whole_shards(self, reader: RemoteReader) -> bool:
         """Whether the cache holds whole shards: as told, or where records are small and there is room for several."""

@@ -9,9 +9,11 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from kvformat.errors import KVFormatError
 from kvformat.read.shards import SUMS_CHECKED, TOUCHED, Checks, OpenShard
 from kvformat.read.stored import StoredRecord, Wanted
 from kvformat.storage.local_read import FileIdentity, OpenFile
+from kvformat.storage.obtaining import MemoryFile
 from kvformat.storage.remote import Write
 from kvformat.storage.remote_read import RemoteReader
 from kvformat.storage.store import Buffer
@@ -68,7 +70,13 @@ class FetchedRecord(OpenShard):
     @property
     def held_nbytes(self) -> int:
         """Bytes that are here."""
-        return self.file.identity.nbytes if self._whole else self._part.held_nbytes
+        file = self.file  # once: another thread may put the whole record in its place
+        return file.held_nbytes if isinstance(file, PartFile) else file.identity.nbytes
+
+    @property
+    def cached(self) -> FileIdentity | None:
+        """Identity of the cached file that holds all of the record, where that is held open."""
+        return self.file.identity if self._whole and self.shared and not isinstance(self.file, MemoryFile) else None
 
     @property
     def proved(self) -> FileIdentity | None:
@@ -106,33 +114,48 @@ class FetchedRecord(OpenShard):
                 raise failure
             self._fetch(record, wanted)
 
-    def fetch_ahead(self, record: StoredRecord, wanted: Wanted | None) -> None:
-        """As :meth:`fetch`; an error is raised where the record is used."""
-        try:
-            self.fetch(record, wanted)
-        except Exception as error:  # noqa: BLE001 -- raised again, all of them, by `fetch`
-            self._failure = error
+    def fetch_ahead(self, record: StoredRecord, wanted: Wanted | None, *, hold: bool) -> None:
+        """As :meth:`fetch`, and never past the cache; an error is raised where the record is used.
 
-    def _fetch(self, record: StoredRecord, wanted: Wanted | None) -> None:
+        Parameters
+        ----------
+        hold
+            Else the cached file is closed, and opened again at its use.
+        """
+        with self._own_lock():
+            try:
+                self._fetch(record, wanted, ahead=True, hold=hold)
+            except KVFormatError as error:
+                # Where the cache has no room, memory would have no bound: that is left to the use.
+                self._failure = None if self.shared and error.code == "E210" else error
+            except Exception as error:  # noqa: BLE001 -- raised again, all of them, by `fetch`
+                self._failure = error
+
+    def _fetch(self, record: StoredRecord, wanted: Wanted | None, *, ahead: bool = False, hold: bool = True) -> None:
         if self._whole:
+            self._block = None
             return
         ranges = self.ranges(record, wanted)
-        if wanted is None or (len(ranges) == 1 and ranges[0][1] == record.placement.nbytes):
-            self._fetch_whole(record)
-        elif not self._part.holds(ranges):
-            self._fetch_part(record, wanted, ranges)
+        whole = wanted is None or (len(ranges) == 1 and ranges[0][1] == record.placement.nbytes)
+        if not whole and self._part.holds(ranges):
+            return
+        file = self._obtain(record, ranges, None if whole else wanted, ahead=ahead)
+        if not hold:
+            self._known = file.identity
+        elif whole:
+            self._use_whole(file)
+        else:
+            self._use_part(record, wanted or (), ranges, file)
 
     def ranges(self, record: StoredRecord, wanted: Wanted | None) -> Ranges:
         """What is fetched for it: that and the sums, or all of the record where that is half of it or more."""
         if wanted is not None:
             found = list(record.ranges(wanted, sums=self._dataset.level > 0))
-            if 2 * sum(nbytes for _, nbytes in found) < record.placement.body_nbytes:
+            if found and 2 * sum(nbytes for _, nbytes in found) < record.placement.body_nbytes:
                 return found
         return [(0, record.placement.nbytes)]
 
-    def _fetch_whole(self, record: StoredRecord) -> None:
-        nbytes = record.placement.nbytes
-        file = self._obtain(record, [(0, nbytes)], None)
+    def _use_whole(self, file: OpenFile) -> None:
         checks = Checks(file.identity, 1, len(self._dataset.slabs))
         if self._dataset.level:
             checks.flags[0] = (1 << len(self._dataset.slabs)) - 1
@@ -141,15 +164,15 @@ class FetchedRecord(OpenShard):
         self.use(file)
         self._whole = True
 
-    def _fetch_part(self, record: StoredRecord, wanted: Wanted, ranges: Ranges) -> None:
-        self._part.add(ranges, self._obtain(record, ranges, wanted))
+    def _use_part(self, record: StoredRecord, wanted: Wanted, ranges: Ranges, file: OpenFile) -> None:
+        self._part.add(ranges, file)
         if self._dataset.level:
             for name, runs in wanted:
                 placed = record.placement.tensors[name]
                 for row, rows in runs:
                     record.slabs_done(placed, row, rows)
 
-    def _obtain(self, record: StoredRecord, ranges: Ranges, wanted: Wanted | None) -> OpenFile:
+    def _obtain(self, record: StoredRecord, ranges: Ranges, wanted: Wanted | None, *, ahead: bool) -> OpenFile:
         """A file of these ranges of the record, one behind the other, proved."""
         starts = [start for start, _ in ranges]
         positions = list(accumulate((nbytes for _, nbytes in ranges), initial=0))
@@ -162,7 +185,7 @@ class FetchedRecord(OpenShard):
 
             absolute = [(origin + start, nbytes) for start, nbytes in ranges]
             block, self._block = self._block, None  # a second time, from the store itself
-            if block is None:
+            if block is None or not block.covers(absolute):  # something else than announced is wanted first
                 self._reader.remote.fetch(name, absolute, place)
             else:
                 block.give(absolute, place)
@@ -188,6 +211,7 @@ class FetchedRecord(OpenShard):
                 fill=fill,
                 check=check if self._dataset.level else None,
                 known=self._known,
+                required=ahead and self.shared,
             )
         finally:
             self._block = None
@@ -204,8 +228,8 @@ class FetchedRecord(OpenShard):
         return self.file
 
     def _own_lock(self) -> threading.Lock:
-        if self._process != os.getpid():  # a thread of the parent may have held it at the fork
-            self._lock, self._process = threading.Lock(), os.getpid()
+        if self._process != os.getpid():  # a thread of the parent may have held it, or the block's, at the fork
+            self._lock, self._process, self._block = threading.Lock(), os.getpid(), None
         return self._lock
 
 

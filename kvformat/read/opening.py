@@ -7,7 +7,14 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from kvformat.errors import KVFormatError, KVFormatWarning, make_error
+from kvformat.errors import (
+    FormatError,
+    IdentityError,
+    KVFormatError,
+    KVFormatWarning,
+    UnsupportedError,
+    make_error,
+)
 from kvformat.read.dataset import LEVELS, Dataset, Verify
 from kvformat.read.missing import not_published
 from kvformat.spec import limits
@@ -100,6 +107,15 @@ def open_dataset(
 
 def load_manifest(reader: Reader, *, expected_id: str | None = None) -> tuple[str, Manifest, Layout]:
     """Dataset id, manifest and layout of the dataset under a reader; errors as for :func:`open_dataset`."""
+    try:
+        return _load_manifest(reader, expected_id)
+    except (FormatError, IdentityError, UnsupportedError):
+        if not reader.is_remote:
+            raise
+    return _load_manifest(reader, expected_id)  # it may have been damaged on the way
+
+
+def _load_manifest(reader: Reader, expected_id: str | None) -> tuple[str, Manifest, Layout]:
     path = reader.path(ROOT)
     try:
         data = reader.read(ROOT, max_nbytes=limits.MAX_ROOT_NBYTES)
@@ -116,8 +132,6 @@ def load_manifest(reader: Reader, *, expected_id: str | None = None) -> tuple[st
     root = parse_root(data, path=path)
     name = manifest_path(root.manifest.sha256)
     manifest_bytes = reader.read(name, nbytes=root.manifest.size)
-    if reader.is_remote and hashlib.sha256(manifest_bytes).hexdigest() != root.manifest.sha256:
-        manifest_bytes = reader.read(name, nbytes=root.manifest.size)  # it may have been damaged on the way
     if hashlib.sha256(manifest_bytes).hexdigest() != root.manifest.sha256:
         raise make_error("E006", "the manifest's SHA-256 is not the root's: restore the file", path=reader.path(name))
     manifest, layout = parse_manifest(manifest_bytes, root, path=reader.path(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from bisect import bisect_right
 from collections import OrderedDict
@@ -14,7 +15,7 @@ from kvformat.read.ahead import Ahead
 from kvformat.read.blocks import Block, grouped
 from kvformat.read.fetched import FetchedRecord
 from kvformat.read.index import ShardRow
-from kvformat.read.shards import OpenShard
+from kvformat.read.shards import OpenShard, held_at_most
 from kvformat.read.stored import StoredRecord, Wanted
 from kvformat.storage.local_read import FileIdentity
 from kvformat.storage.remote_read import RemoteReader
@@ -27,6 +28,7 @@ __all__ = ["RecordPool"]
 _THREADS = 8
 _KEPT_NBYTES = 256 << 20
 _KNOWN = 1 << 17
+_CACHE_SHARE = 16
 _ROWS = 256
 _LISTED = 1 << 20
 
@@ -49,8 +51,8 @@ class _Coming(NamedTuple):
 class RecordPool:
     """Records of a remote dataset, each fetched as a part of its shard; stands where a :class:`ShardPool` would.
 
-    At most ``max_open_files`` are kept, and of those in memory 256 MiB, besides those that were announced and are not
-    used yet. A record that is dropped lasts as long as tensors refer to it.
+    At most ``max_open_files`` are kept, of those in memory 256 MiB, of those in a cache a small part of it, besides
+    those that were announced and are not used yet. A record that is dropped lasts as long as tensors refer to it.
 
     Attributes
     ----------
@@ -65,12 +67,16 @@ class RecordPool:
         self.listed: list[OpenShard | None] = [None]
         self._dataset = dataset
         self._reader = reader
-        self._limit = max_open_files
+        totals = dataset.manifest.totals
+        self._most_ahead = max_open_files
+        # What is kept, the cache cannot drop, in no process; and it is quickly opened again.
+        self._limit = held_at_most(reader.cache_nbytes, _CACHE_SHARE, totals.nbytes, totals.records, max_open_files)
         self._starts: list[int] | None = None
         self._rows: OrderedDict[int, ShardRow] = OrderedDict()
         self._known: OrderedDict[int, FileIdentity] = OrderedDict()
         self._ahead = Ahead(_THREADS)
         self._begin()
+        reader.held_by(self)
 
     @property
     def num_open(self) -> int:
@@ -125,7 +131,9 @@ class RecordPool:
                     for coming in members:
                         coming.holder.from_block(block)
             for members in [*groups, *([here] if here else [])]:
-                self._ahead.submit(partial(_fetch_all, members, wanted))
+                # A file of a cache costs a descriptor while it is held, and is found again without it.
+                hold = len(self._announced) <= self._most_ahead or self._reader.cache_nbytes is None
+                self._ahead.submit(partial(_fetch_all, members, wanted, hold=hold))
             nbytes += sum(size for coming in ordered for _, size in coming.ranges)
         return nbytes
 
@@ -141,6 +149,19 @@ class RecordPool:
         self._ahead.forget()
         self._announced.clear()
 
+    def let_go(self) -> None:
+        """Hold no file open for later; what was proved stays known."""
+        if self._process != os.getpid():
+            return
+        while self._kept:
+            self._drop()
+        for number, holder in list(self._announced.items()):
+            identity = holder.cached
+            # Another in its place, not this one closed: somebody may be about to use it.
+            if identity is not None and self._announced.get(number) is holder:
+                fresh = self._announced[number] = self._make(number)
+                fresh.trust(identity)
+
     def _make(self, number: int) -> FetchedRecord:
         made = FetchedRecord(self._dataset, self._reader, self._row(number), number)
         known = self._known.get(number)
@@ -150,15 +171,16 @@ class RecordPool:
 
     def _keep(self, number: int, record: FetchedRecord) -> None:
         self._kept[number] = record
-        in_memory = self._reader.cache_nbytes is None
+        in_memory = self._reader.cache_nbytes is None or self._reader.is_bypassed
         while len(self._kept) > 1 and (
             len(self._kept) > self._limit
             or (in_memory and sum(kept.held_nbytes for kept in list(self._kept.values())) > _KEPT_NBYTES)
         ):
-            try:
-                dropped, was = self._kept.popitem(last=False)
-            except KeyError:
-                break
+            self._drop()
+
+    def _drop(self) -> None:
+        with contextlib.suppress(KeyError):  # another thread dropped it meanwhile
+            dropped, was = self._kept.popitem(last=False)
             if was.proved is not None:
                 self._known[dropped] = was.proved
                 if len(self._known) > _KNOWN:
@@ -183,6 +205,6 @@ class RecordPool:
         self._announced: dict[int, FetchedRecord] = {}
 
 
-def _fetch_all(members: Sequence[_Coming], wanted: Wanted) -> None:
+def _fetch_all(members: Sequence[_Coming], wanted: Wanted, *, hold: bool) -> None:
     for coming in members:
-        coming.holder.fetch_ahead(coming.record, wanted)
+        coming.holder.fetch_ahead(coming.record, wanted, hold=hold)

@@ -17,6 +17,7 @@ from kvformat.errors import KVFormatError, make_error
 from kvformat.read.ahead import Ahead
 from kvformat.read.index import IndexReader, ShardRow
 from kvformat.spec.layout import Placement
+from kvformat.spec.manifest import Totals
 from kvformat.storage.local_read import FileIdentity, OpenFile
 from kvformat.storage.readers import Reader
 from kvformat.storage.remote_read import RemoteReader
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
 
     from kvformat.read.stored import StoredRecord, Wanted
 
-__all__ = ["Checks", "OpenShard", "ShardPool"]
+__all__ = ["Checks", "OpenShard", "ShardPool", "held_at_most"]
 
 TOUCHED = 1
 SUMS_CHECKED = 2
 _BITS = 64
 _LISTED = 1 << 14
 _THREADS = 2
+_CACHE_SHARE = 2
 
 
 class Checks:
@@ -139,12 +141,18 @@ class ShardPool:
         ``bisect_right(firsts, record)``, and None while :attr:`firsts` is empty.
     """
 
-    def __init__(self, reader: Reader, index: IndexReader, *, max_open_files: int, tensors: int) -> None:
+    def __init__(
+        self, reader: Reader, index: IndexReader, *, max_open_files: int, tensors: int, totals: Totals
+    ) -> None:
         if max_open_files < 1:
             raise make_error("E081", f"max_open_files must be at least 1, found {max_open_files}")
         self._reader = reader
         self._index = index
         self._limit = max_open_files
+        if isinstance(reader, RemoteReader):
+            # What is held open, the cache cannot drop; the other half is for what comes next.
+            self._limit = held_at_most(reader.cache_nbytes, _CACHE_SHARE, totals.nbytes, totals.shards, max_open_files)
+            reader.held_by(self)
         self._tensors = tensors
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self.firsts: list[int] = []
@@ -195,10 +203,15 @@ class ShardPool:
         self._ahead.forget()
         self._announced.clear()
 
+    def let_go(self) -> None:
+        """Hold no shard open."""
+        while self._open:
+            self._drop()
+
     def _get_ahead(self, ordinal: int) -> None:
-        # What fails now is tried, and raised, where a record of it is used.
+        # What fails now is tried, and raised, where a record of it is used. It is not kept, in place of one in use.
         with contextlib.suppress(KVFormatError):
-            self.get(ordinal)
+            self._open_shard(ordinal)
 
     def _ordinal(self, record: int) -> int:
         return bisect_right(self.firsts, record) - 1 if self.firsts else self._index.shard_of(record)
@@ -208,7 +221,15 @@ class ShardPool:
             self.firsts = self._index.first_records(at_most=len(self.listed) - 1)
         row = self._index.shard(ordinal)
         if isinstance(self._reader, RemoteReader):
-            file = self._reader.open(row.path, nbytes=row.size, sha256=row.sha256.hex(), code="E077", required=True)
+            before = self._checks.get(ordinal)
+            file = self._reader.open(
+                row.path,
+                nbytes=row.size,
+                sha256=row.sha256.hex(),
+                code="E077",
+                required=True,
+                known=None if before is None else before.identity,
+            )
         else:
             file = self._reader.open(row.path, nbytes=row.size)
         checks = self._checks.get(ordinal)
@@ -222,10 +243,18 @@ class ShardPool:
             self.listed[ordinal + 1] = shard
         self._open[ordinal] = shard
         while len(self._open) > self._limit:
-            try:
-                dropped, _ = self._open.popitem(last=False)
-            except KeyError:
-                break
+            self._drop()
+
+    def _drop(self) -> None:
+        with contextlib.suppress(KeyError):  # another thread dropped the last one
+            dropped, _ = self._open.popitem(last=False)
             if self.firsts:
                 self.listed[dropped + 1] = None
             self._announced.discard(dropped)
+
+
+def held_at_most(cache_nbytes: int | None, share: int, nbytes: int, count: int, limit: int) -> int:
+    """How many of ``count`` files, ``nbytes`` together, to hold open: a share of a cache that has no room for all."""
+    if cache_nbytes is None or cache_nbytes >= nbytes or not nbytes:
+        return limit
+    return max(1, min(limit, cache_nbytes * count // (share * nbytes)))

@@ -76,6 +76,7 @@ class Cache:
         check: Check | None,
         known: FileIdentity | None = None,
         use_mmap: bool = True,
+        patient: bool = False,
     ) -> OpenFile | None:
         """An open file of exactly ``nbytes`` bytes that passed ``check``, pinned as long as it or its mapping lives.
 
@@ -89,6 +90,8 @@ class Cache:
         path, fill, check, known, use_mmap
             See :meth:`~kvformat.storage.obtaining.Obtainer.obtain`. What is found is proved like what is fetched,
             unless it is ``known``, and fetched once where it is damaged.
+        patient
+            Wait for room even where that was in vain lately.
 
         Raises
         ------
@@ -114,5 +117,6 @@ class Cache:
             fill=fill,
             check=check,
             use_mmap=use_mmap,
+            patient=patient,
         )
         return filling.run(file, known)

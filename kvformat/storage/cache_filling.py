@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from kvformat.errors import KVFormatError, make_error
 from kvformat.storage.cache_entry import Busy, Entry, open_entry
 from kvformat.storage.cache_folder import Folder
+from kvformat.storage.cache_holders import let_go
 from kvformat.storage.cache_ledger import LedgerBusy
 from kvformat.storage.cache_part import InWork, Part, claim
 from kvformat.storage.cache_room import Room
@@ -64,6 +66,7 @@ class Filling:
         fill: Fill,
         check: Check | None,
         use_mmap: bool,
+        patient: bool = False,
     ) -> None:
         self._folder = folder
         self._room = room
@@ -75,6 +78,7 @@ class Filling:
         self._fill = fill
         self._check = check
         self._use_mmap = use_mmap
+        self._patient = patient
         self._refusals = 0
         self._began = time.monotonic()
         self._seen: InWork | None = None
@@ -135,7 +139,7 @@ class Filling:
             if os.path.lexists(self._own):  # published, before the part could be claimed
                 return False, None
             if not self._reserve(part):
-                return True, None
+                return os.path.lexists(part.own), None  # where somebody removed the whole directory, begin anew
             part.allocate(self._nbytes, self._room.make)
             file = self._fetch(part)
             published = part.publish(self._own)
@@ -152,10 +156,19 @@ class Filling:
             began = time.monotonic()
             if self._room.reserve(part.fd, self._nbytes, self._path):
                 return True
+            let_go(self._folder.path)  # what this process holds for later is no reason to do without a cache now
+            if self._room.reserve(part.fd, self._nbytes, self._path):
+                return True
+            if not os.path.lexists(part.own):
+                return False
             now = time.monotonic()
-            if now >= deadline or now < self._room.crowded_until:
-                if now >= deadline:
-                    self._room.crowded_until = now + self._patience.crowded_s
+            if now >= deadline or (now < self._room.crowded_until and not self._patient):
+                if now < deadline:
+                    return False
+                gc.collect()  # an error that was caught may hold, in a cycle, the record it is about
+                if self._room.reserve(part.fd, self._nbytes, self._path):
+                    return True
+                self._room.crowded_until = now + self._patience.crowded_s
                 return False
             time.sleep(min(max(pause, now - began), deadline - now))
             pause *= 2

@@ -131,7 +131,10 @@ class Room:
 
     def _lacking(self, more: int) -> int:
         """Bytes by which the file system would have less than the floor."""
-        found = os.statvfs(self._folder.path)
+        try:
+            found = os.statvfs(self._folder.path)
+        except FileNotFoundError:  # somebody removed the whole directory
+            raise LedgerBusy from None
         return self._floor + more - found.f_bavail * found.f_frsize
 
     def _make(self, page: Page, more: int) -> int | None:

@@ -13,7 +13,9 @@ from kvformat.storage.fsspec_store import FsspecStore
 from kvformat.storage.location import resolve
 from kvformat.storage.obstore_options import Inexpressible, target_of
 from kvformat.storage.remote import RemoteOptions
+from kvformat.storage.storage_options import check_options
 from kvformat.storage.store import Store, StoreFault
+from kvformat.storage.store_faults import fault_of
 
 __all__ = ["connect"]
 
@@ -58,13 +60,16 @@ def connect(url: str, storage_options: dict[str, Any] | None, options: RemoteOpt
     Raises
     ------
     KVFormatError
-        E205 where a package is missing; E206 for a scheme there is none for; E081 where obstore is asked for, and
-        cannot serve.
+        E205 where a package is missing; E206 for a scheme there is none for; E081 for options that make no sense, and
+        where obstore is asked for, and cannot serve.
+    StoreFault
+        Where a client that connects at once cannot.
     """
     if options.transport not in ("auto", "obstore", "fsspec"):
         raise make_error("E081", f"transport is 'auto', 'obstore' or 'fsspec', found {options.transport!r}")
     given = storage_options or {}
     scheme = url.partition("://")[0].lower()
+    check_options(url, given)
     if options.transport != "fsspec":
         reason = _no_obstore(url, scheme, given, options)
         if reason is None:
@@ -119,6 +124,8 @@ def _fsspec(url: str, scheme: str, given: dict[str, Any], options: RemoteOptions
         package = _PACKAGES.get(scheme)
         remedy = f"pip install {package}" if package else f"fsspec says: {error}"
         raise make_error("E205", f"{scheme}:// needs a package that is not installed: {remedy}", path=url) from error
+    except OSError as error:  # of clients that connect when they are made
+        raise fault_of(error) from error
     except (TypeError, ValueError, KeyError) as error:
         raise make_error(
             "E081", f"the file system of {scheme}:// refuses the storage_options: {type(error).__name__}", path=url

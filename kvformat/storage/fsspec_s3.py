@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import re
 from pathlib import Path
@@ -88,12 +89,12 @@ class S3Files:
         answer = await self._call("create_multipart_upload", Key=self._prefix + name)
         return str(answer["UploadId"])
 
-    async def part(self, name: str, upload: str, number: int, data: Buffer) -> str:
-        """Send a part; its ETag as given."""
+    async def part(self, name: str, upload: str, number: int, data: Buffer) -> tuple[str, int | None]:
+        """Send a part; its ETag as given, and the CRC-32 the store says it has."""
         answer = await self._call(
             "upload_part", Key=self._prefix + name, UploadId=upload, PartNumber=number, Body=_sendable(data)
         )
-        return str(answer["ETag"])
+        return str(answer["ETag"]), _crc32(answer.get("ChecksumCRC32"))
 
     async def complete(self, name: str, upload: str, etags: dict[int, str]) -> None:
         """Make the object of its parts."""
@@ -147,6 +148,15 @@ async def _body(answer: dict[str, Any], name: str, *, limit: int) -> bytes:
     if length is not None and found < min(length, limit):
         raise ShortFault(f"{name}: cut off after {found} of {length} bytes")
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _crc32(text: object) -> int | None:
+    """The number that S3 writes in base64."""
+    try:
+        data = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except ValueError:
+        return None
+    return int.from_bytes(data, "big") if len(data) == 4 else None
 
 
 def _sendable(data: Buffer) -> bytes:

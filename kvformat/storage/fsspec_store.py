@@ -159,11 +159,15 @@ class _PartsUpload:
         self._sizes: dict[int, int] = {}
         self._tried = False
 
-    def part(self, number: int, data: Buffer, *, timeout_s: float) -> None:
-        etag = self._store._attempt(self._files.part, self._name, self._upload, number, data, timeout_s=timeout_s)  # noqa: SLF001
+    def part(self, number: int, data: Buffer, *, timeout_s: float) -> int | None:
+        etag, crc32 = self._store._attempt(  # noqa: SLF001
+            self._files.part, self._name, self._upload, number, data, timeout_s=timeout_s
+        )
         with self._lock:
             self._etags[number] = etag
             self._sizes[number] = len(data)
+        found: int | None = crc32
+        return found
 
     def complete(self, *, timeout_s: float) -> None:
         numbers = sorted(self._etags)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -83,10 +84,13 @@ def target_of(
     Inexpressible
         Where it must be left to fsspec.
     """
-    parts = urlsplit(url)
-    if "//" in parts.path:
+    scheme, _, rest = url.partition("://")  # by hand: for `urlsplit`, a name ends at #, and holds no tabs
+    place, _, path = rest.partition("/")
+    if "//" in f"/{path}":
         raise Inexpressible("names with empty parts")
-    scheme, prefix = parts.scheme.lower(), parts.path.strip("/")
+    if any(character < " " or character == "\x7f" for character in path):
+        raise Inexpressible("names with control characters")
+    scheme, prefix = scheme.lower(), path.strip("/")
     given = {key: value for key, value in options.items() if value is not None and key not in _IGNORED}
     client: dict[str, Any] = {
         "timeout": f"{max(int(timeout_s * 1000), 1)}ms",
@@ -96,11 +100,11 @@ def target_of(
     if scheme in ("s3", "s3a"):
         if options.get("use_ssl") is False and "endpoint_url" not in given:
             raise Inexpressible("use_ssl=False without an endpoint_url")
-        return Target("S3Store", parts.netloc, prefix, _s3(parts.netloc, given, client, found), client)
+        return Target("S3Store", place, prefix, _s3(place, given, client, found), client)
     if scheme in ("gs", "gcs"):
-        return Target("GCSStore", parts.netloc, prefix, _gcs(given), client)
+        return Target("GCSStore", place, prefix, _gcs(given), client)
     if scheme in ("az", "abfs", "abfss"):
-        container, _, host = parts.netloc.partition("@")
+        container, _, host = place.partition("@")
         return Target("AzureStore", container, prefix, _azure(given, host, found), client)
     raise Inexpressible(f"no {scheme}://")
 
@@ -108,8 +112,7 @@ def target_of(
 def _s3(bucket: str, given: dict[str, Any], client: dict[str, Any], environment: _Environment) -> dict[str, Any]:
     config: dict[str, Any] = {}
     inner = dict(given.pop("client_kwargs", {}))
-    if inner.pop("verify", True) is False:
-        client["allow_invalid_certificates"] = True
+    verify = inner.pop("verify", None)
     inner.pop("use_ssl", None)
     for source, names in ((inner, _S3_CLIENT_KEYS), (given, _S3_KEYS)):
         for key in names.keys() & source.keys():
@@ -123,12 +126,14 @@ def _s3(bucket: str, given: dict[str, Any], client: dict[str, Any], environment:
     _none_left({**inner, **given})
 
     endpoint = config.get("endpoint") or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
-    if anonymous:
-        config["skip_signature"] = True
-    elif "access_key_id" not in config and not any(environment.get(name) for name in _S3_ENVIRONMENT):
-        raise Inexpressible("credentials of a profile, or of this machine")
-    elif "access_key_id" not in config and environment.get("AWS_PROFILE"):
-        raise Inexpressible("credentials of AWS_PROFILE")
+    if not config.get("endpoint") and _is_elsewhere(endpoint, environment):
+        raise Inexpressible("an endpoint of a configuration file")
+    _certificates(verify, endpoint, client, environment)
+    if not anonymous:
+        _require_credentials(config, environment)
+    # Said even where they are the defaults: obstore has environment variables for them, of which fsspec knows nothing.
+    config["conditional_put"] = "etag"
+    config["skip_signature"] = anonymous
     config.setdefault("region", environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION"))
     if not config["region"]:
         if not endpoint:
@@ -140,6 +145,40 @@ def _s3(bucket: str, given: dict[str, Any], client: dict[str, Any], environment:
         config["endpoint"] = f"{parts.scheme}://{bucket}.{parts.netloc}{parts.path}" if virtual else endpoint
     config["virtual_hosted_style_request"] = virtual
     return config
+
+
+def _certificates(verify: Any, endpoint: str | None, client: dict[str, Any], environment: _Environment) -> None:
+    """Whether to check the server's certificate; by those of a file, only botocore does."""
+    if verify is False:
+        client["allow_invalid_certificates"] = True
+    elif verify not in (None, True):
+        raise Inexpressible("certificates of a file")
+    elif environment.get("AWS_CA_BUNDLE") and not (endpoint or "").startswith("http:"):
+        raise Inexpressible("the certificates of AWS_CA_BUNDLE")
+
+
+def _require_credentials(config: Mapping[str, Any], environment: _Environment) -> None:
+    """That obstore will find the ones botocore would."""
+    if "access_key_id" in config:
+        if "session_token" not in config and environment.get("AWS_SESSION_TOKEN"):
+            raise Inexpressible("keys to which the session token of the environment does not belong")
+    elif not any(environment.get(name) for name in _S3_ENVIRONMENT):
+        raise Inexpressible("credentials of a profile, or of this machine")
+    elif environment.get("AWS_PROFILE"):
+        raise Inexpressible("credentials of AWS_PROFILE")
+
+
+def _is_elsewhere(endpoint: str | None, environment: _Environment) -> bool:
+    """Whether botocore, which alone reads configuration files, may go to another endpoint than the environment's."""
+    if environment.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
+        return endpoint is not None
+    if endpoint is not None:
+        return False
+    try:
+        file = Path(environment.get("AWS_CONFIG_FILE") or "~/.aws/config").expanduser()
+        return "endpoint_url" in file.read_text("utf-8", "replace")
+    except (OSError, RuntimeError):
+        return False
 
 
 def _virtual_hosts(config: dict[str, Any]) -> bool:

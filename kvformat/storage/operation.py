@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvformat.storage.requests import Batch, Call, Outcome, Pool
 from kvformat.storage.retry import Deadline, ExhaustedFault, Retries, Timing
-from kvformat.storage.store import ExpiredFault, Store, StoreFault
+from kvformat.storage.store import ExpiredFault, Store, StoreFault, TransportFault
 
 __all__ = ["Clients", "Operation", "Task"]
 
@@ -23,6 +23,9 @@ class Clients(Protocol):
 
     def renew(self, outdated: Store) -> None:
         """Make another one, unless this one was replaced already."""
+
+    def hear(self) -> None:
+        """The store answered, if only to refuse."""
 
 
 class Task(NamedTuple):
@@ -106,6 +109,10 @@ class Operation:
             self._pool.cancel(self._batch)
             if self._left and settle_s:
                 self._pool.settle(self._batch, settle_s)
+            # Calls refer to this object, and to the memory their answers went to: nothing is to wait for a collection.
+            self._calls, self._tasks, self._places = [], (), {}
+            self._retries.clear()
+            self._renewed.clear()
 
     def _attempt_of(self, place: int) -> Callable[[float], Any]:
         def attempt(timeout_s: float) -> Any:
@@ -141,6 +148,9 @@ class Operation:
         if news is None:
             return
         call, error = news.call, news.error
+        if not isinstance(error, TransportFault):
+            self._clients.hear()
+            self._deadline.heard()
         if error is None:
             self._left -= 1
             if self._answered is not None:

@@ -55,12 +55,21 @@ class Regions:
                 self._kept -= size
         if whole is None:
             whole = _fresh(size)
-        region = whole[:nbytes].view(Region)
-        weakref.finalize(region, self._returned.append, whole).atexit = False
-        return region
+        # Whatever is made of the region refers to this, whose base is no array: numpy passes arrays over.
+        used = np.frombuffer(whole.data, dtype=np.uint8, count=nbytes)
+        weakref.finalize(used, _give_back, weakref.ref(self), self._returned, whole).atexit = False
+        return used.view(Region)
+
+    def see_to(self, returned: deque[NDArray[np.uint8]]) -> None:
+        """See to what was returned now, where that can be done without waiting for anybody."""
+        if returned is self._returned and self._lock.acquire(blocking=False):
+            try:
+                self._sort()
+            finally:
+                self._lock.release()
 
     def _sort(self) -> None:
-        """See to what was returned. Whoever returns takes no lock: it may be a garbage collection that holds it."""
+        """See to what was returned. Who returns waits for no lock: it may be a garbage collection that holds it."""
         while self._returned:
             whole = self._returned.popleft()
             if self._kept + len(whole) > self._keep:
@@ -84,6 +93,13 @@ class Regions:
         self._returned: deque[NDArray[np.uint8]] = deque()
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
         self._kept = 0
+
+
+def _give_back(regions: weakref.ref[Regions], returned: deque[NDArray[np.uint8]], whole: NDArray[np.uint8]) -> None:
+    returned.append(whole)
+    found = regions()
+    if found is not None:
+        found.see_to(returned)
 
 
 def _rounded(nbytes: int) -> int:

@@ -252,7 +252,8 @@ class Remote:
         try:
             if not self.create(name, first):
                 raise self._no_precondition("did not make an object where there was none", name)
-            if self.create(name, second) or self.read(name, nbytes=len(first)) != first:
+            # Read twice, in case it was damaged on the way.
+            if self.create(name, second) or all(self.read(name, nbytes=len(first)) != first for _ in range(2)):
                 raise self._no_precondition("replaced an object that was to be left alone", name)
         except BaseException:
             with suppress(KVFormatError):  # the first failure says more

@@ -6,6 +6,7 @@ import warnings
 
 from kvformat.errors import KVFormatWarning, make_error
 from kvformat.storage.cache import Cache
+from kvformat.storage.cache_holders import Holder, register
 from kvformat.storage.cache_options import CacheOptions
 from kvformat.storage.local_read import FileIdentity, OpenFile, sha256_of
 from kvformat.storage.obtaining import Check, Fill, Memory
@@ -57,6 +58,16 @@ class RemoteReader:
         """Most bytes of the cache; None without one: then no other process finds what this one fetched."""
         return None if self._options is None else self._options.max_nbytes
 
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether the cache had no room once, and something was read into memory instead."""
+        return self._warned
+
+    def held_by(self, holder: Holder) -> None:
+        """Have a holder of open files let go of them where the cache needs room."""
+        if self._options is not None:
+            register(self._options.dir, holder)
+
     def path(self, name: str) -> str:
         """Full URL of a file, for messages."""
         return self.remote.path(name)
@@ -79,6 +90,7 @@ class RemoteReader:
         use_mmap: bool | None = None,
         ranged: bool = False,
         required: bool = False,
+        known: FileIdentity | None = None,
     ) -> OpenFile:
         """A whole file, fetched once.
 
@@ -97,6 +109,8 @@ class RemoteReader:
             Fetch nothing now, but each range when it is read. Size and presence are asked for.
         required
             Refuse to take memory for it where the cache has no room.
+        known
+            As for :meth:`obtain`.
 
         Raises
         ------
@@ -127,8 +141,10 @@ class RemoteReader:
             path=path,
             fill=lambda write: self.remote.fetch(name, [(0, size)], write),
             check=check if self._verify and sha256 is not None else None,
+            known=known,
             use_mmap=use_mmap,
             required=required,
+            patient=required,
         )
 
     def seems_to_hold(self, key: str, nbytes: int) -> bool:
@@ -146,6 +162,7 @@ class RemoteReader:
         known: FileIdentity | None = None,
         use_mmap: bool | None = None,
         required: bool = False,
+        patient: bool = False,
     ) -> OpenFile:
         """Bytes that are fetched and proved once, from the cache or in memory.
 
@@ -161,6 +178,8 @@ class RemoteReader:
             Identity of what was proved before, and needs not to be again.
         required
             Refuse to go past the cache.
+        patient
+            Wait for room in it even where that was in vain lately.
 
         Raises
         ------
@@ -169,7 +188,9 @@ class RemoteReader:
         """
         mapped = self.use_mmap if use_mmap is None else use_mmap
         if self._cache is not None and key is not None:
-            found = self._cache.obtain(key, nbytes, path=path, fill=fill, check=check, known=known, use_mmap=mapped)
+            found = self._cache.obtain(
+                key, nbytes, path=path, fill=fill, check=check, known=known, use_mmap=mapped, patient=patient
+            )
             if found is not None:
                 return found
             self._bypassed(nbytes, path, required=required)

@@ -61,13 +61,19 @@ class Deadline:
     ----------
     seconds
         From now, and from each :meth:`renew`.
+    unheard_s
+        From now, as long as nothing is heard of the store.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, seconds: float, clock: Callable[[], float], *, unheard_s: float | None = None) -> None:
         self._seconds = seconds
         self._clock = clock
         self._begun = clock()
-        self._end = self._begun + seconds
+        self._end = self._begun + (seconds if unheard_s is None else min(seconds, unheard_s))
+
+    def heard(self) -> None:
+        """The store answered, if only to refuse: it is there."""
+        self._end = max(self._end, self._begun + self._seconds)
 
     def renew(self) -> None:
         """Bytes arrived: a transfer may take as long as it gets on."""

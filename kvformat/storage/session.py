@@ -83,8 +83,11 @@ class Session:
 
     def deadline(self) -> Deadline:
         """For an operation that begins now; a store that never answered is not waited for as long as one that did."""
-        seconds = self._deadline_s if self._heard else min(self._deadline_s, _FIRST_DEADLINE_S)
-        return Deadline(seconds, self._timing.clock)
+        return Deadline(self._deadline_s, self._timing.clock, unheard_s=None if self._heard else _FIRST_DEADLINE_S)
+
+    def hear(self) -> None:
+        """The store answered, if only to refuse."""
+        self._heard = True
 
     def last_words(self) -> Deadline:
         """For cleaning up after a failure."""
@@ -124,7 +127,6 @@ class Session:
             answered=answered,
         )
         operation.run(settle_s=self._grace_s if settle else 0.0)
-        self._heard = True
 
     def ask(
         self, attempt: Callable[[Store, float], Any], deadline: Deadline, *, nbytes: int = 0, renews: bool = True

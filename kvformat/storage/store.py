@@ -80,8 +80,11 @@ class Stat(NamedTuple):
 class Upload(Protocol):
     """An object in the making, part by part. Nothing is visible before :meth:`complete`."""
 
-    def part(self, number: int, data: Buffer, *, timeout_s: float) -> None:
-        """Send part ``number``, counted from 1; may be repeated, and called from several threads."""
+    def part(self, number: int, data: Buffer, *, timeout_s: float) -> int | None:
+        """Send part ``number``, counted from 1; may be repeated, and called from several threads.
+
+        Returns the CRC-32 of what arrived, where the store says it.
+        """
 
     def complete(self, *, timeout_s: float) -> None:
         """Make the object of parts 1 to the last one."""

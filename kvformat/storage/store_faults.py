@@ -122,6 +122,10 @@ def fault_of(error: BaseException) -> StoreFault:
             return kind(_text(error))
     if isinstance(error, OSError) and error.errno in _ERRNOS:
         return _ERRNOS[error.errno](_text(error))
+    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+        return StoreFault(
+            f"storage_options that the client does not know: {_text(error)}"
+        )  # it is made with the first call
     return TransportFault(_text(error))
 
 

@@ -196,9 +196,10 @@ class _FaultyUpload:
         self._name = name
         self._pass = pass_on
 
-    def part(self, number: int, data: Buffer, *, timeout_s: float) -> None:
+    def part(self, number: int, data: Buffer, *, timeout_s: float) -> int | None:
         do = lambda other=data: self._upload.part(number, other, timeout_s=timeout_s)  # noqa: E731 -- as the others
-        self._pass(Operation("part", self._name, do, data=data))
+        found = self._pass(Operation("part", self._name, do, data=data))
+        return found if isinstance(found, int) else None
 
     def complete(self, *, timeout_s: float) -> None:
         self._pass(Operation("complete", self._name, lambda: self._upload.complete(timeout_s=timeout_s)))

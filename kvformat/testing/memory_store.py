@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import zlib
 from collections.abc import Iterator
 
 from kvformat.storage.store import Buffer, ExistsFault, MissingFault, ShortFault, Stat, TransportFault
@@ -20,7 +21,11 @@ class MemoryStore:
         Content by name; tests look at it and change it.
     calls
         (operation, name) of every call so far.
+    states_crc32
+        Whether it says what arrived of each part of an upload, as S3 does.
     """
+
+    states_crc32 = False
 
     def __init__(self, url: str = "memory://test", objects: dict[str, bytes] | None = None) -> None:
         self._url = url
@@ -98,9 +103,10 @@ class _Upload:
         self._name = name
         self._parts: dict[int, bytes] = {}
 
-    def part(self, number: int, data: Buffer, *, timeout_s: float) -> None:  # noqa: ARG002 -- never waits
+    def part(self, number: int, data: Buffer, *, timeout_s: float) -> int | None:  # noqa: ARG002 -- never waits
         self._store.calls.append(("part", self._name))
         self._parts[number] = bytes(data)
+        return zlib.crc32(data) if self._store.states_crc32 else None
 
     def complete(self, *, timeout_s: float) -> None:  # noqa: ARG002 -- never waits
         self._store.calls.append(("complete", self._name))

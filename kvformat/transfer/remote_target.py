@@ -101,10 +101,12 @@ class RemoteTarget:
         """
         known = self._remote.stat(item.name)
         if known is not None and known.nbytes != item.nbytes:
+            known = self._remote.stat(item.name)  # the page of a proxy has a size as well
+        if known is not None and known.nbytes != item.nbytes:
             raise self._foreign(item)
         if isinstance(source, LocalReader):
             self._upload_local(source, item, share, there=known is not None)
-        elif known is not None:
+        elif known is not None and item.nbytes:  # of an empty one, there is nothing to prove but that it is there
             # Twice: what differs may have been damaged on the way.
             if all(remote_digest(self._remote, item, share.check) != item.sha256 for _ in range(2)):
                 raise self._foreign(item)

@@ -166,6 +166,8 @@ class RemoteReceipts:
             return None
         name = shard_path(ordinal, bytes.fromhex(receipt.sha256))
         found = self._remote.stat(name)
+        if found is not None and found.nbytes != receipt.size:
+            found = self._remote.stat(name)  # the page of a proxy has a size as well
         if found is None or found.nbytes != receipt.size:
             what = "is missing" if found is None else f"has {found.nbytes} bytes"
             message = f"the shard {what}, expected {receipt.size} bytes: run `kvformat clean` and start again"

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvformat.errors import make_error
-from kvformat.spec import canonical
+from kvformat.errors import KVFormatError, make_error
+from kvformat.spec import canonical, limits
 from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import Manifest
 from kvformat.spec.paths import ROOT, STAGING, shard_path
@@ -56,7 +56,7 @@ class RemoteTarget:
 
     def require_free(self) -> None:
         """E100 where a dataset is there already."""
-        if self._remote.stat(ROOT) is not None:
+        if _read_root(self._remote) is not None:
             raise make_error("E100", "a dataset is here already; choose another location", path=self.place)
 
     def stage(self, plan: Plan, layout: Layout, *, resume: bool) -> RemoteStage:  # noqa: ARG002 -- for a directory
@@ -188,10 +188,10 @@ class RemoteStage:
         """
         data = canonical.encode(manifest)
         root = encode_root(data, manifest.version, manifest.requires)
-        if self._remote.stat(ROOT) is None:
+        if not self._is_published(root):
             self._put_all(list(named_files(parts, covered, data)))
-        if not self._remote.create(ROOT, root):
-            raise published_differs(self._remote.path(ROOT))
+            if not self._remote.create(ROOT, root):
+                raise published_differs(self._remote.path(ROOT))
         return root
 
     def release(self) -> None:
@@ -211,6 +211,16 @@ class RemoteStage:
             self._patience.cancel()
         self._spool.remove()
 
+    def _is_published(self, root: bytes) -> bool:
+        """Whether an equal writer was faster; E113 for another one, read twice: answers may be damaged on the way."""
+        found = _read_root(self._remote)
+        if found in (None, root):
+            return found == root
+        again = _read_root(self._remote)
+        if again == found:
+            raise published_differs(self._remote.path(ROOT))
+        return again == root
+
     def _put_all(self, files: Sequence[tuple[str, bytes]]) -> None:
         """Small ones side by side; large ones one behind the other, each in parts."""
         most = self._remote.options.request_nbytes
@@ -219,3 +229,18 @@ class RemoteStage:
             if len(data) > most:
                 with self._spool.part(data) as path:
                     self._remote.put_file(name, path)
+
+
+def _read_root(remote: Remote) -> bytes | None:
+    """What stands in the root's place; None where nothing does.
+
+    It is read, as a proxy between may answer any HEAD with 200: no root is made, or kept back, upon such a word.
+    """
+    try:
+        return remote.read(ROOT, max_nbytes=limits.MAX_ROOT_NBYTES)
+    except KVFormatError as error:
+        if error.code == "E002":
+            return None
+        if error.code == "E004":
+            return b""
+        raise

@@ -210,6 +210,15 @@ def test_receipts_go_and_no_shard(run, store: MemoryStore, spool: Path, args: li
         add(writer, "clip-0", tokens=8, seed=5)
 
 
+def test_a_thousand_foreign_objects_are_not_a_thousand_lines(run, store: MemoryStore, spool: Path) -> None:
+    store.objects.update({f".staging/notes-{number:04d}": b"mine" for number in range(1020)})
+    result = run("clean", URL, "--yes")
+    assert result.code == 0
+    assert len(store.objects) == 1020
+    lines = result.stderr.splitlines()
+    assert (len(lines), lines[-1]) == (21, "and 1,000 more: `kvformat status` names them")
+
+
 @pytest.mark.parametrize("answer", ["n\n", "", "yep\n"])
 def test_any_other_answer_removes_nothing(run, store: MemoryStore, spool: Path, answer: str) -> None:
     plan = interrupt()

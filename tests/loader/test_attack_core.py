@@ -14,7 +14,7 @@ import torch
 
 from kvformat.errors import KVFormatError, StorageError
 from kvformat.loader import batch as batch_module
-from kvformat.loader import buffers, prefetch, source
+from kvformat.loader import buffers, packers, source
 from kvformat.loader.batch import Batch
 from kvformat.loader.buffers import BufferPool
 from kvformat.loader.layouts import HF, Packed, Padded
@@ -83,7 +83,7 @@ def test_an_iteration_collected_while_memory_is_given_out(dataset, monkeypatch, 
         return take(arena, nbytes)
 
     monkeypatch.setattr(buffers._Arena, "take", collecting)
-    monkeypatch.setattr(prefetch, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(packers, "_PATIENCE_S", 0.2)
     in_time(lambda: gather(dataset, records=[1]))
     for thread in started:
         thread.join(timeout=60)
@@ -134,7 +134,7 @@ def test_an_iteration_collected_by_whoever_its_threads_wait_for(dataset, monkeyp
         return take(arena, nbytes)
 
     monkeypatch.setattr(Batch, "pack", late)
-    monkeypatch.setattr(prefetch, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(packers, "_PATIENCE_S", 0.2)
     batches = iter(KVLoader(dataset, [[n] for n in range(RECORDS)], num_threads=1))
     next(batches)
     started = threads()

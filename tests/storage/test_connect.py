@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +28,8 @@ FSSPEC = RemoteOptions(transport="fsspec")
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
 
 
 def without(monkeypatch, *packages: str) -> None:
@@ -135,6 +136,8 @@ def test_s3_options_are_translated() -> None:
         "region": "eu-west-1",
         "endpoint": "http://127.0.0.1:9/",
         "request_payer": True,
+        "conditional_put": "etag",
+        "skip_signature": False,
         "virtual_hosted_style_request": False,
     }
     assert target.client_options == {"timeout": "1500ms", "connect_timeout": "1500ms", "allow_http": True}

@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -494,13 +495,23 @@ def test_a_storm_of_503s_is_over_when_it_is_over() -> None:
 
 def test_a_store_that_never_answered_is_given_up_sooner() -> None:
     clock = Clock()
-    remote = remote_of(faulty(Rule("get", throttled(), nth=range(10**6))), clock=clock, deadline_s=1000)
-    for least, most in ((20, 61), (20, 61)):
+    remote = remote_of(faulty(Rule("get", timed_out(), nth=range(10**6))), clock=clock, deadline_s=1000)
+    for _ in range(2):
         begun = clock.now
         with pytest.raises(KVFormatError, match="E208"):
             remote.fetch("a", [(0, 10)], Target())
-        assert least < clock.now - begun <= most
+        assert 20 < clock.now - begun <= 61
     remote.stat("a")
+    begun = clock.now
+    with pytest.raises(KVFormatError, match="E208"):
+        remote.fetch("a", [(0, 10)], Target())
+    assert 500 < clock.now - begun <= 1001
+    remote.close()
+
+
+def test_a_store_that_refuses_for_now_is_there() -> None:
+    clock = Clock()
+    remote = remote_of(faulty(Rule("get", throttled(), nth=range(10**6))), clock=clock, deadline_s=1000)
     begun = clock.now
     with pytest.raises(KVFormatError, match="E208"):
         remote.fetch("a", [(0, 10)], Target())
@@ -801,4 +812,29 @@ def test_short_faults_of_a_healthy_object_are_transport() -> None:
     with pytest.raises(KVFormatError, match="E208"):
         remote.fetch("a", [(0, 10)], Target())
     assert clock.now - 1000 <= 300
+    remote.close()
+
+
+def test_nothing_that_was_fetched_waits_for_a_garbage_collection() -> None:
+    """Into memory of records, which is used again once nothing refers to it."""
+
+    class Sink(Target):
+        pass
+
+    remote = remote_of(faulty(), max_requests=2)
+    gc.collect()
+    gc.disable()
+    try:
+        kept = []
+        for wanted in ([(0, len(DATA))], [(5, 10)], [(0, 3000), (5000, 50)]):
+            sink = Sink()
+            kept.append(weakref.ref(sink))
+            remote.fetch("a", wanted, sink)
+            del sink
+        deadline = time.monotonic() + PATIENCE_S
+        while any(ref() is not None for ref in kept) and time.monotonic() < deadline:
+            time.sleep(0.01)  # a thread of the pool may still hold the last call for a moment
+        assert [ref() for ref in kept] == [None] * 3
+    finally:
+        gc.enable()
     remote.close()

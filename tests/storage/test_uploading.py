@@ -39,12 +39,13 @@ class S3Like(MemoryStore):
     def __init__(self, objects=None, *, etags: str = "md5") -> None:
         super().__init__(objects=objects)
         self.etags = etags
+        self.states_crc32 = etags == "crc32"
         self.made: dict[str, str] = {}
         self.uploads: list[object] = []
 
     def stat(self, name, *, timeout_s) -> Stat:
         found = super().stat(name, timeout_s=timeout_s)
-        etag = {"md5": self.made.get(name, found.etag), "none": None, "other": "0" * 32, "opaque": "0x8DB"}[self.etags]
+        etag = {"md5": self.made.get(name, found.etag), "other": "0" * 32, "opaque": "0x8DB"}.get(self.etags)
         return found._replace(etag=etag)
 
     def begin(self, name, *, timeout_s):
@@ -131,7 +132,7 @@ def test_a_small_file_goes_in_one_piece(file) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PART - 1, PART, PART + 1, 7 * PART])
-@pytest.mark.parametrize("etags", ["md5", "none", "other", "opaque"])
+@pytest.mark.parametrize("etags", ["md5", "none", "other", "opaque", "crc32"])
 def test_all_sizes_arrive(tmp_path, nbytes, etags) -> None:
     path = tmp_path / "f"
     path.write_bytes(DATA[:nbytes])
@@ -155,6 +156,18 @@ def test_where_etags_say_nothing_the_object_is_read_back_and_no_more_is_hashed(f
     remote.put_file("y", file)
     assert verbs(store).count("get") == 16
     assert len(hashed) == before
+    remote.close()
+
+
+def test_where_the_store_says_what_arrived_nothing_is_read_back_or_hashed(file, monkeypatch) -> None:
+    monkeypatch.setattr(uploading, "_md5", lambda data: pytest.fail("hashed"))
+    inner = S3Like(etags="crc32")
+    store = FaultyStore(inner, [Rule("part", flipped_on_the_way(7), nth=2)])
+    remote = remote_of(store)
+    remote.put_file("x", file)
+    assert inner.objects == {"x": DATA}
+    assert [verb for verb, _ in store.calls].count("part") == 9, "the damaged one again, before the object is made"
+    assert not {"get", "get_all"} & {verb for verb, _ in store.calls}
     remote.close()
 
 
@@ -253,7 +266,7 @@ def test_the_same_content_is_not_sent_again(file, rules) -> None:
     ],
     ids=lambda rule: f"{rule.verb}-{rule.effect.__qualname__.split('.')[0]}",
 )
-@pytest.mark.parametrize("etags", ["md5", "none"])
+@pytest.mark.parametrize("etags", ["md5", "none", "crc32"])
 def test_what_mends_ends_well(file, rule, etags) -> None:
     inner = S3Like(etags=etags)
     store = FaultyStore(inner, [Rule(rule.verb, rule.effect, rule.name, rule.nth)])
@@ -287,7 +300,7 @@ def test_what_mends_ends_well(file, rule, etags) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.verb}-{value.effect.__qualname__.split('.')[0]}",
 )
-@pytest.mark.parametrize("etags", ["md5", "none"])
+@pytest.mark.parametrize("etags", ["md5", "none", "crc32"])
 def test_what_does_not_mend_has_a_code_and_frees_what_was_sent(file, rule, code, etags) -> None:
     inner = S3Like(etags=etags)
     store = FaultyStore(inner, [Rule(rule.verb, rule.effect, rule.name, rule.nth)])
