@@ -116,11 +116,11 @@ def _document(report: CopyReport, seconds: float) -> dict[str, Any]:
 
 def _lines(report: CopyReport, seconds: float) -> list[str]:
     lines = [
-        f"{'already there' if report.complete else 'copied'}: {output.plain(report.location)}",
+        f"{'already there' if report.already_there else 'copied'}: {output.plain(report.location)}",
         f"    id {report.id}",
         f"    {output.counted(report.records, 'record')}, {output.size_text(report.nbytes)} in all files",
     ]
-    if report.complete:
+    if report.already_there:
         return [*lines, "    verified at level 2: index, sizes and headers, not values; see `kvformat verify`"]
     copied = output.size_text(report.copied_nbytes)
     before = f", {output.size_text(report.skipped_nbytes)} there before" if report.skipped_nbytes else ""

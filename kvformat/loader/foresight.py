@@ -53,6 +53,7 @@ class Foresight:
         self._records = 0
         self._ended = False
         self._remote = source.is_remote
+        self._by_record = source.fetches_records
 
     def next(self) -> Sized | None:
         """The next batch; None behind the last."""
@@ -74,12 +75,23 @@ class Foresight:
             self._source.forget()
 
     def _look(self) -> None:
+        """Announce what there is room for. Where records are fetched, in few calls: neighbours come together then."""
+        if self._ended or (self._seen and self._coming > (self._most // 2 if self._by_record else self._most)):
+            return
         while not self._ended and (not self._seen or (self._coming < self._most and self._records < _MOST_RECORDS)):
-            sized = self._draw()
-            if sized is None:
-                self._ended = True
-                return
-            coming = self._source.announce(sized.batch.records, self._wanted)
-            self._seen.append(_Seen(sized, coming))
-            self._coming += coming
-            self._records += len(sized.batch)
+            drawn: list[Sized] = []
+            nbytes = 0
+            while not drawn or (self._by_record and self._coming + nbytes < self._most):
+                sized = self._draw()
+                if sized is None:
+                    self._ended = True
+                    break
+                drawn.append(sized)
+                nbytes += sized.nbytes
+            numbers = [number for sized in drawn for number in sized.batch.records]
+            coming = self._source.announce(numbers, self._wanted)
+            for sized in drawn:
+                share = coming * sized.nbytes // max(nbytes, 1)
+                self._seen.append(_Seen(sized, share))
+                self._coming += share
+            self._records += len(numbers)

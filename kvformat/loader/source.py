@@ -14,6 +14,7 @@ from kvformat.loader.collection import Collection, as_collection
 from kvformat.loader.layouts import BatchLayout
 from kvformat.loader.plan import Plan
 from kvformat.read.dataset import Dataset
+from kvformat.read.shards import ShardPool
 
 if TYPE_CHECKING:
     from kvformat.read.dataset import Place
@@ -111,6 +112,11 @@ class Source:
     def is_remote(self) -> bool:
         """Whether any of it has to be fetched."""
         return any(dataset.reader.is_remote for dataset in self.collection.datasets)
+
+    @property
+    def fetches_records(self) -> bool:
+        """Whether all that is fetched is fetched by the record, not by the shard."""
+        return not any(isinstance(d.shards, ShardPool) and d.reader.is_remote for d in self.collection.datasets)
 
     @property
     def room_nbytes(self) -> int | None:

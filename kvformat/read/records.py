@@ -112,30 +112,36 @@ class RecordPool:
         if self._process != os.getpid():
             self._begin()
         by_shard: dict[int, list[_Coming]] = {}
-        for number in sorted(set(numbers)):
+        turns = {number: turn for turn, number in reversed(list(enumerate(numbers)))}
+        for number in sorted(turns):
             if number not in self._announced and number not in self._kept:
                 coming = self._coming(number, wanted)
                 self._announced[number] = coming.holder
                 by_shard.setdefault(coming.holder.row.ordinal, []).append(coming)
+        groups = [group for ordered in by_shard.values() for group in self._groups(ordered)]
+        # In the order in which the first of each is going to be used.
+        for members in sorted(groups, key=lambda group: min(turns[coming.record.index] for coming in group)):
+            # A file of a cache costs a descriptor while it is held, and is found again without it.
+            hold = len(self._announced) <= self._most_ahead or self._reader.cache_nbytes is None
+            self._ahead.submit(partial(_fetch_all, members, wanted, hold=hold))
+        return sum(size for group in groups for coming in group for _, size in coming.ranges)
+
+    def _groups(self, ordered: Sequence[_Coming]) -> list[list[_Coming]]:
+        """Records of a shard, ascending, by what is fetched in one request.
+
+        What the cache holds is not fetched with its neighbours: the block would bring it once more.
+        """
+        here = [coming for coming in ordered if coming.cached]
+        missing = [coming for coming in ordered if not coming.cached]
         most = self._reader.remote.options.request_nbytes
-        nbytes = 0
-        for ordered in by_shard.values():
-            # What the cache holds is not fetched with its neighbours: the block would bring it once more.
-            here = [coming for coming in ordered if coming.cached]
-            missing = [coming for coming in ordered if not coming.cached]
-            groups = [[missing[at] for at in group] for group in grouped([c.extent for c in missing], most)]
-            for members in groups:
-                if len(members) > 1:
-                    ranges = [extent for coming in members for extent in coming.ranges]
-                    block = Block(self._reader.remote, members[0].holder.row.path, ranges)
-                    for coming in members:
-                        coming.holder.from_block(block)
-            for members in [*groups, *([here] if here else [])]:
-                # A file of a cache costs a descriptor while it is held, and is found again without it.
-                hold = len(self._announced) <= self._most_ahead or self._reader.cache_nbytes is None
-                self._ahead.submit(partial(_fetch_all, members, wanted, hold=hold))
-            nbytes += sum(size for coming in ordered for _, size in coming.ranges)
-        return nbytes
+        groups = [[missing[at] for at in group] for group in grouped([c.extent for c in missing], most)]
+        for members in groups:
+            if len(members) > 1:
+                ranges = [extent for coming in members for extent in coming.ranges]
+                block = Block(self._reader.remote, members[0].holder.row.path, ranges)
+                for coming in members:
+                    coming.holder.from_block(block)
+        return [*groups, here] if here else groups
 
     def _coming(self, number: int, wanted: Wanted) -> _Coming:
         holder = self._make(number)

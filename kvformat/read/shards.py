@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
@@ -161,6 +163,8 @@ class ShardPool:
         self._checks: dict[int, Checks] = {}
         self._ahead = Ahead(_THREADS)
         self._announced: set[int] = set()
+        self._locks: dict[int, threading.Lock] = {}
+        self._process = os.getpid()
 
     @property
     def num_open(self) -> int:
@@ -221,21 +225,31 @@ class ShardPool:
             self.firsts = self._index.first_records(at_most=len(self.listed) - 1)
         row = self._index.shard(ordinal)
         if isinstance(self._reader, RemoteReader):
-            before = self._checks.get(ordinal)
-            file = self._reader.open(
-                row.path,
-                nbytes=row.size,
-                sha256=row.sha256.hex(),
-                code="E077",
-                required=True,
-                known=None if before is None else before.identity,
-            )
-        else:
-            file = self._reader.open(row.path, nbytes=row.size)
-        checks = self._checks.get(ordinal)
+            with self._lock_of(ordinal):  # who waits for another thread to fetch it knows then that it was proved
+                return self._opened(row, self._fetched(self._reader, row))
+        return self._opened(row, self._reader.open(row.path, nbytes=row.size))
+
+    def _fetched(self, reader: RemoteReader, row: ShardRow) -> OpenFile:
+        before = self._checks.get(row.ordinal)
+        return reader.open(
+            row.path,
+            nbytes=row.size,
+            sha256=row.sha256.hex(),
+            code="E077",
+            required=True,
+            known=None if before is None else before.identity,
+        )
+
+    def _opened(self, row: ShardRow, file: OpenFile) -> OpenShard:
+        checks = self._checks.get(row.ordinal)
         if checks is None or checks.identity != file.identity:
-            checks = self._checks[ordinal] = Checks(file.identity, row.end - row.first, self._tensors)
+            checks = self._checks[row.ordinal] = Checks(file.identity, row.end - row.first, self._tensors)
         return OpenShard(row, file, checks)
+
+    def _lock_of(self, ordinal: int) -> threading.Lock:
+        if self._process != os.getpid():  # threads of the parent may have held them at the fork
+            self._locks, self._process = {}, os.getpid()
+        return self._locks.setdefault(ordinal, threading.Lock())
 
     def _keep(self, ordinal: int, shard: OpenShard) -> None:
         # Listed before it can be dropped: another thread that drops it takes it off the list afterwards.

@@ -15,6 +15,8 @@ from kvformat.storage.faults import translated
 __all__ = ["Folder", "foreign"]
 
 _MARKER = "kvformat-cache-1"
+_LEDGER = "ledger"
+_LEDGER_NBYTES = 16
 _MARKER_TEXT = b"""This directory is a cache of kvformat. While no process uses it, it may be removed as a whole.
 """
 _KEY = re.compile(r"[0-9a-zA-Z._-]{1,200}\Z")
@@ -36,7 +38,7 @@ class Folder:
         self.path = path
         self.entries = f"{path}/entries"
         self.parts = f"{path}/parts"
-        self.ledger = f"{path}/ledger"
+        self.ledger = f"{path}/{_LEDGER}"
 
     def entry(self, key: str) -> str:
         """Path of a finished entry."""
@@ -77,6 +79,8 @@ class Folder:
                 os.makedirs(self.path, exist_ok=True)
             except (FileExistsError, NotADirectoryError):
                 raise make_error("E211", "a file stands where a directory is needed", path=self.path) from None
+            except FileNotFoundError:
+                raise make_error("E211", "no directory can be made here: choose another", path=self.path) from None
             self._mark()
             for path in (self.entries, self.parts):
                 with contextlib.suppress(FileExistsError):
@@ -91,8 +95,9 @@ class Folder:
         try:
             found = os.lstat(marker)
         except FileNotFoundError:
-            # The marker is made before anything else, so whoever made something here made that first.
-            others = os.listdir(self.path)
+            # The marker is made before anything else, so whoever made something here made that first. Where a cache
+            # is removed while it is used, the ledger may come again before it.
+            others = [name for name in os.listdir(self.path) if name != _LEDGER or not self._is_ledger()]
             if others and _MARKER not in others:
                 raise make_error("E211", self._refusal(others), path=self.path) from None
             with contextlib.suppress(FileExistsError):
@@ -104,6 +109,10 @@ class Folder:
             found = os.lstat(marker)
         if not stat.S_ISREG(found.st_mode):
             raise foreign(marker)
+
+    def _is_ledger(self) -> bool:
+        found = os.lstat(f"{self.path}/{_LEDGER}")
+        return stat.S_ISREG(found.st_mode) and found.st_size <= _LEDGER_NBYTES
 
     @staticmethod
     def _refusal(others: list[str]) -> str:

@@ -32,6 +32,7 @@ from kvformat.storage.uploading import Content, FileContent, MemoryContent, Uplo
 __all__ = ["Remote", "RemoteOptions", "Write"]
 
 _MOST_NBYTES = 1 << 30
+_TRANSPORTS = ("auto", "obstore", "fsspec")
 _LISTED_AT_ONCE = 1000
 _INHERITED: list[Session] = []
 """Sessions of a parent process: to end them here would say farewell on connections that are still in use there."""
@@ -63,6 +64,16 @@ class RemoteOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_inflight_nbytes: int = 256 << 20
     attempt_timeout_s: float = 30.0
     deadline_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Check the values; E081."""
+        if self.transport not in _TRANSPORTS:
+            raise make_error("E081", f"transport is one of {', '.join(_TRANSPORTS)}, found {self.transport!r}")
+        for name in ("request_nbytes", "max_requests", "max_inflight_nbytes", "attempt_timeout_s", "deadline_s"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) or (name.endswith("_s") and isinstance(value, float))
+            if isinstance(value, bool) or not whole or not value > 0:
+                raise make_error("E081", f"{name} must be a number above 0, found {value!r}")
 
 
 class Remote:

@@ -27,6 +27,9 @@ _PUBLIC = frozenset(
     {"endpoint", "endpoint_url", "region", "region_name", "anon", "protocol", "project", "account_name"}
 )
 
+_WRONG_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch")
+_MAY_BE_MISSING = "; without permission to list, a missing object is refused too"
+
 
 class Redactor:
     """Takes out of a text what is nobody's business: user names and queries of URLs, values of storage options."""
@@ -73,12 +76,18 @@ def _error(fault: StoreFault, path: str, redact: Redactor, *, making: bool) -> K
         return make_error("E002", "the object is missing: restore it from a copy of the dataset", path=path)
     if isinstance(fault, DeniedFault):
         what = "have expired, and new ones were refused too" if isinstance(fault, ExpiredFault) else "were refused"
-        return make_error(
-            "E207",
+        if "NoCredentials" in said:
+            message = (
+                f"there are no credentials: {said}set them in the environment (AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or a profile) or in `storage_options`, with anon=true for a public bucket"
+            )
+            return make_error("E207", message, path=path)
+        hint = "" if any(code in said for code in _WRONG_KEYS) else _MAY_BE_MISSING
+        message = (
             f"the credentials {what}: {said}check those in `storage_options` or, without any there, in the "
-            "environment and its configuration files; without permission to list, a missing object is refused too",
-            path=path,
+            f"environment and its configuration files{hint}"
         )
+        return make_error("E207", message, path=path)
     if isinstance(fault, FullFault):
         return make_error("E200", f"{said}free space or raise the quota, and resume", path=path)
     if isinstance(fault, UnsupportedFault):

@@ -47,7 +47,7 @@ class CopyReport(Struct, frozen=True, kw_only=True):
         Bytes of the files this call brought there.
     skipped_nbytes
         Bytes of the files that were there already.
-    complete
+    already_there
         Whether the dataset was published there before, so that nothing was copied. Its index, sizes, shard headers and
         covered files were verified then (level 2 of :func:`kvformat.verify`), its values were not.
     """
@@ -58,7 +58,7 @@ class CopyReport(Struct, frozen=True, kw_only=True):
     nbytes: int
     copied_nbytes: int
     skipped_nbytes: int
-    complete: bool
+    already_there: bool
 
 
 class _Target(AbstractContextManager["_Target"], Protocol):
@@ -140,10 +140,10 @@ def copy(
         if _is_complete(goal, contents):
             _require_sound(target, target_options, contents)
             place.sweep()
-            return _report(goal, contents, copied=0, complete=True)
+            return _report(goal, contents, copied=0, already_there=True)
         number = threads or min(max(os.cpu_count() or 1, 2), _MAX_THREADS)
         copied = run(origin, place, contents, threads=number, progress=progress)
-        return _report(goal, contents, copied=copied, complete=False)
+        return _report(goal, contents, copied=copied, already_there=False)
 
 
 def run(origin: Reader, target: _Target, contents: Contents, *, threads: int, progress: Progress | None = None) -> int:
@@ -218,7 +218,7 @@ def _target_of(goal: Reader, origin: Reader, contents: Contents, spool: str | os
     return RemoteTarget(goal.remote, contents, spool=spool_directory(spool))
 
 
-def _report(goal: Reader, contents: Contents, *, copied: int, complete: bool) -> CopyReport:
+def _report(goal: Reader, contents: Contents, *, copied: int, already_there: bool) -> CopyReport:
     return CopyReport(
         id=contents.id,
         location=goal.path(""),
@@ -226,5 +226,5 @@ def _report(goal: Reader, contents: Contents, *, copied: int, complete: bool) ->
         nbytes=contents.nbytes,
         copied_nbytes=copied,
         skipped_nbytes=contents.nbytes - copied,
-        complete=complete,
+        already_there=already_there,
     )

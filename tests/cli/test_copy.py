@@ -49,7 +49,7 @@ def test_the_same_as_json(run, published: Path, tmp_path: Path, snapshot) -> Non
         "nbytes": nbytes,
         "copied_nbytes": nbytes - there,
         "skipped_nbytes": there,
-        "complete": False,
+        "already_there": False,
     }
     assert snapshot(tmp_path / "copy") == snapshot(published)
 
@@ -65,7 +65,7 @@ def test_what_was_there_before_is_said(run, published: Path, tmp_path: Path, sna
     assert result.code == 0
     assert result.stdout.startswith(f"already there: {tmp_path}/copy\n")
     assert "verified at level 2" in result.stdout
-    assert run("copy", published, tmp_path / "copy", "--json").json["complete"] is True
+    assert run("copy", published, tmp_path / "copy", "--json").json["already_there"] is True
 
 
 def test_errors_leave_with_their_codes(run, published: Path, dataset: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def dataset(tmp_path_factory):
 
 
 def threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("kvformat")}
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("kvformat-load")}
 
 
 def content(batch: Batch):

@@ -39,7 +39,7 @@ def test_a_copy_has_the_same_bytes_and_id(route, source, target, dataset, spool)
         nbytes=nbytes,
         copied_nbytes=nbytes,
         skipped_nbytes=0,
-        complete=False,
+        already_there=False,
     )
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
     assert calls[-1] == (nbytes, nbytes)
@@ -114,7 +114,7 @@ def test_a_complete_copy_is_left_alone(kind: str, source, target) -> None:
     before = goal.files()
     goal.store.calls.clear()
     report = copied(origin, goal)
-    assert (report.complete, report.copied_nbytes, report.skipped_nbytes) == (True, 0, report.nbytes)
+    assert (report.already_there, report.copied_nbytes, report.skipped_nbytes) == (True, 0, report.nbytes)
     assert (report.id, report.nbytes) == (first.id, first.nbytes)
     assert goal.files() == before
     assert not {call for call, _ in goal.store.calls} & {"put", "create", "begin", "delete"}
@@ -127,7 +127,7 @@ def test_a_complete_copy_that_is_damaged_is_told(kind: str, source, target, data
     copied(origin, goal)
     shard = named(dataset)["shards"]
     goal.change(shard, lambda data: data.__setitem__(4100, data[4100] ^ 1))
-    assert copied(origin, goal).complete
+    assert copied(origin, goal).already_there
     goal.change(shard, bytearray.pop)
     with pytest.raises(DamageError, match="at the target already, but damaged") as caught:
         copied(origin, goal)

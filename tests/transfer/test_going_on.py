@@ -203,7 +203,7 @@ def test_killed_again_and_again(route, dataset, tmp_path, spool) -> None:
         for name, data in tree(goal).items() if goal.exists() else ():
             assert name.startswith(".staging/") or tree(dataset)[name] == data
     assert runs > 5
-    assert kvformat.copy(*map(location, names)).complete
+    assert kvformat.copy(*map(location, names)).already_there
     assert tree(goal) == tree(dataset)
     assert route[1] == "remote" or not (goal / ".staging").exists()
     assert list(spool.glob("*")) == []
@@ -216,9 +216,9 @@ def test_what_a_copy_left_that_was_killed_behind_its_commit_is_removed(dataset, 
     staging.mkdir(parents=True)
     (staging / "root.0123abcd.part").write_bytes(b"x")
     lease = DirectoryLease.take(staging)
-    assert kvformat.copy(dataset, goal).complete
+    assert kvformat.copy(dataset, goal).already_there
     assert staging.exists()  # a copy is at work
     lease.release()
-    assert kvformat.copy(dataset, goal).complete
+    assert kvformat.copy(dataset, goal).already_there
     assert tree(goal) == tree(dataset)
     assert not (goal / ".staging").exists()

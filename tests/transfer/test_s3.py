@@ -53,7 +53,7 @@ def test_there_across_and_back(large: Path, seaweed: Server, tmp_path: Path) -> 
     for level in (1, 2, 3, 4):
         report = kvformat.verify(two, level=level, storage_options=options)
         assert (report.ok, report.id, report.warnings) == (True, identity, ())
-    assert kvformat.copy(large, two, target_options=options).complete
+    assert kvformat.copy(large, two, target_options=options).already_there
 
 
 def test_a_damaged_shard_is_found_and_not_replaced(large: Path, seaweed: Server) -> None:
