@@ -18,6 +18,7 @@ from kvformat.read.index import ShardRow
 from kvformat.read.shards import OpenShard, held_at_most
 from kvformat.read.stored import StoredRecord, Wanted
 from kvformat.storage.local_read import FileIdentity
+from kvformat.storage.remote import RemoteOptions
 from kvformat.storage.remote_read import RemoteReader
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordPool"]
 
-_THREADS = 8
 _KEPT_NBYTES = 256 << 20
 _KNOWN = 1 << 17
 _CACHE_SHARE = 16
@@ -74,7 +74,7 @@ class RecordPool:
         self._starts: list[int] | None = None
         self._rows: OrderedDict[int, ShardRow] = OrderedDict()
         self._known: OrderedDict[int, FileIdentity] = OrderedDict()
-        self._ahead = Ahead(_THREADS)
+        self._ahead = Ahead(_threads(reader.remote.options, totals.nbytes // max(totals.records, 1)))
         self._begin()
         reader.held_by(self)
 
@@ -209,6 +209,15 @@ class RecordPool:
         self._process = os.getpid()
         self._kept: OrderedDict[int, FetchedRecord] = OrderedDict()
         self._announced: dict[int, FetchedRecord] = {}
+
+
+def _threads(options: RemoteOptions, nbytes: int) -> int:
+    """Threads that wait for records of this size on average: enough for as many requests as may be under way.
+
+    More of them only have more memory in use at once: with eight for records of six requests each, a tenth slower.
+    """
+    requests = max(1, -(-nbytes // options.request_nbytes))
+    return max(2, min(options.max_requests, -(-options.max_requests // requests)))
 
 
 def _fetch_all(members: Sequence[_Coming], wanted: Wanted, *, hold: bool) -> None:
