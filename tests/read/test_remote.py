@@ -10,6 +10,7 @@ import torch
 
 import kvformat
 from kvformat.errors import DamageError, DatasetNotFoundError, FormatError, IdentityError, KVFormatError
+from kvformat.storage import remote_read
 from kvformat.storage.cache_options import CacheOptions
 from kvformat.testing.dataset_files import DatasetFiles
 from kvformat.testing.memory_store import MemoryStore
@@ -101,6 +102,33 @@ def test_large_records_come_in_requests_of_the_size_asked_for(tmp_path) -> None:
     nbytes = dataset[0].nbytes
     dataset.read_into(0, memoryview(bytearray(nbytes)))
     assert len(gets(store, "shards/")) <= ceil(nbytes / (1 << 20)) + 1
+
+
+def test_threads_that_want_a_shard_wait_for_one_that_fetches_and_proves_it(base, monkeypatch, tmp_path) -> None:
+    hashed: list[int] = []
+    real = remote_read.sha256_of
+    monkeypatch.setattr(remote_read, "sha256_of", lambda file, nbytes: (hashed.append(nbytes), real(file, nbytes))[1])
+    begun, go = threading.Event(), threading.Event()
+
+    class Slow(MemoryStore):
+        def get(self, name, start, nbytes, *, timeout_s):
+            if name.startswith("shards/"):
+                begun.set()
+                assert go.wait(60)
+            return super().get(name, start, nbytes, timeout_s=timeout_s)
+
+    files = base("uniform-bf16").files()
+    shard = next(len(data) for name, data in files.items() if name.startswith("shards/"))
+    dataset = kvformat.open(remote_over(Slow(objects=files)), **options_of("shard", tmp_path))
+    dataset.announce([0], [])
+    assert begun.wait(60)
+    threads = [threading.Thread(target=lambda: dataset[0].component("k")) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert hashed.count(shard) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ damage
