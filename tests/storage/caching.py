@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -113,6 +114,12 @@ def keys_of(directory) -> set[str]:
     return {path.name.removesuffix(".entry") for path in files(directory, "entries")}
 
 
-def descriptors() -> set[str]:
-    """Descriptors this process has open, the one of this look among them."""
-    return {path.name for path in Path("/proc/self/fd").iterdir()}
+def descriptors(below: Path) -> list[str]:
+    """Files and directories below a path that this process has open: other tests' threads have others."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = str(path.readlink())
+            if target.startswith(f"{below}/"):
+                found.append(target)
+    return sorted(found)

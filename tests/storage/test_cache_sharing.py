@@ -284,12 +284,12 @@ def test_many_that_find_it_damaged_fetch_it_once(tmp_path):
 
 
 def test_no_room_is_said_to_all_that_wait_without_adding_up(tmp_path):
-    cache = impatient(Cache(options(tmp_path / "cache", entries=1)), room_s=1)
+    cache = impatient(Cache(options(tmp_path / "cache", entries=1)), room_s=4)
     held = Origin().get(cache, "held")
     began = time.monotonic()
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(lambda _: Origin().get(cache, "key"), range(16))) == [None] * 16
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60, "one after the other would be 64"
     assert held.is_current()
     assert files(tmp_path / "cache", "parts") == []
 
