@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ from kvformat.errors import KVFormatError, make_error
 if TYPE_CHECKING:
     from kvformat.storage.lease import DirectoryLease
 
-__all__ = ["ask", "clean"]
+__all__ = ["ask", "clean", "take_leases"]
 
 
 def clean(
@@ -54,13 +55,13 @@ def ask(question: str) -> bool:
 
 
 def _clean(root: Path, *, yes: bool) -> None:
-    from kvformat.cli.staged import others
+    from kvformat.cli.staged import directories, others
 
     if not root.is_dir():
         raise make_error("E001", "no directory is there: check the location", path=root)
     held: dict[Path, DirectoryLease] = {}
     try:
-        live = _take(root, held)
+        live = take_leases(directories(root), held)
         # The leases are held while the question stands: nobody resumes what is about to be removed.
         if not held and not live:
             output.emit("no staged work, 0 bytes freed")
@@ -80,13 +81,12 @@ def _clean(root: Path, *, yes: bool) -> None:
         )
 
 
-def _take(root: Path, held: dict[Path, DirectoryLease]) -> list[Path]:
-    """Take the leases of all staging directories into ``held``; returns those a live writer has."""
-    from kvformat.cli.staged import directories
+def take_leases(paths: Iterable[Path], held: dict[Path, DirectoryLease]) -> list[Path]:
+    """Take the leases of directories into ``held``; returns those a live writer has."""
     from kvformat.storage.lease import DirectoryLease
 
     live = []
-    for found in directories(root):
+    for found in paths:
         try:
             lease = DirectoryLease.take(found)
         except KVFormatError as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvformat.cli import output
-from kvformat.cli.clean import ask
+from kvformat.cli.clean import ask, take_leases
 from kvformat.cli.kept import list_kept
 from kvformat.cli.spooled import nbytes_of
-from kvformat.errors import KVFormatError, make_error
+from kvformat.errors import make_error
 from kvformat.storage.lease import DirectoryLease
 from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.remote import Remote
@@ -33,7 +33,7 @@ def clean_remote(remote: Remote, base: Path, *, yes: bool) -> None:
     """
     held: dict[Path, DirectoryLease] = {}
     try:
-        live = _take(base, remote.url, held)
+        live = take_leases(spools(base, remote.url), held)
         kept = list_kept(remote)
         busy = {plan_of(path) for path in live}
         plans = [plan for plan in kept.plans if plan.digest not in busy]
@@ -58,23 +58,6 @@ def clean_remote(remote: Remote, base: Path, *, yes: bool) -> None:
         raise make_error(
             "E117", "a writer is at work on this machine: wait for it, or stop it, and clean again", path=live[0]
         )
-
-
-def _take(base: Path, url: str, held: dict[Path, DirectoryLease]) -> list[Path]:
-    """Take the leases of all spools of a URL into ``held``; returns those a live writer has."""
-    live = []
-    for path in spools(base, url):
-        try:
-            lease = DirectoryLease.take(path)
-        except KVFormatError as error:
-            if error.code == "E002":  # its writer finished meanwhile
-                continue
-            raise
-        if lease is None:
-            live.append(path)
-        else:
-            held[path] = lease
-    return live
 
 
 def _last_first(objects: tuple[Stat, ...]) -> list[Stat]:
