@@ -8,10 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvformat.write.staging import Receipt
 
-__all__ = ["Finisher"]
+__all__ = ["MOST_WAITING", "Finisher"]
 
 _THREADS = 2
-_MOST_WAITING = 3
+MOST_WAITING = 3
+"""Complete shards a writer goes on before."""
 
 
 class Finisher:
@@ -38,7 +39,7 @@ class Finisher:
 
     def ready(self) -> Iterator[Receipt]:
         """Receipts of what is done, in the order it was submitted; waits only where too much is in work."""
-        while self._waiting and (len(self._waiting) > _MOST_WAITING or self._waiting[0].done()):
+        while self._waiting and (len(self._waiting) > MOST_WAITING or self._waiting[0].done()):
             yield self._waiting.popleft().result()
 
     def rest(self) -> Iterator[Receipt]:

@@ -16,6 +16,7 @@ from kvformat.storage.faults import translate, translated
 from kvformat.storage.lease import DirectoryLease, exclusive
 from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.location import local_path
+from kvformat.write.finisher import MOST_WAITING
 
 __all__ = [
     "MOST_SHARDS",
@@ -28,7 +29,7 @@ __all__ = [
     "state_of",
 ]
 
-MOST_SHARDS = 4
+MOST_SHARDS = 1 + MOST_WAITING
 """Shards in a spool at once: the one in work, and the finished ones a writer goes on before."""
 
 _DIRECTORY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-[0-9a-f]{8}")
