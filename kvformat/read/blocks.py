@@ -6,13 +6,10 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
+from kvformat.storage.fetching import GAP_NBYTES, placing
 from kvformat.storage.remote import Remote, Write
-from kvformat.storage.store import Buffer
 
 __all__ = ["Block", "grouped"]
-
-_GAP_NBYTES = 256 << 10
-"""What is fetched and dropped, rather than asked for in two requests: some milliseconds of one connection."""
 
 
 class Block:
@@ -60,10 +57,7 @@ class Block:
         last, size = self._ranges[-1]
         data = memoryview(bytearray(last + size - self._first))
 
-        def write(at: int, piece: Buffer) -> None:
-            data[at - self._first : at - self._first + len(piece)] = piece
-
-        self._remote.fetch(self._name, self._ranges, write)
+        self._remote.fetch(self._name, self._ranges, placing(data, self._first))
         return data
 
 
@@ -78,7 +72,7 @@ def grouped(extents: Iterable[tuple[int, int]], most_nbytes: int) -> list[list[i
     groups: list[list[int]] = []
     first = last = 0
     for number, (start, end) in enumerate(extents):
-        if groups and start - last <= _GAP_NBYTES and end - first <= most_nbytes:
+        if groups and start - last <= GAP_NBYTES and end - first <= most_nbytes:
             groups[-1].append(number)
         else:
             groups.append([number])

@@ -78,11 +78,6 @@ class FetchedRecord(OpenShard):
         """Identity of the cached file that holds all of the record, where that is held open."""
         return self.file.identity if self._whole and self.shared and not isinstance(self.file, MemoryFile) else None
 
-    @property
-    def proved(self) -> FileIdentity | None:
-        """Identity of the cached file, all of which was proved."""
-        return self.file.identity if self._whole and self._dataset.level and self.shared else None
-
     def trust(self, identity: FileIdentity) -> None:
         """A cached file of this identity was proved by another process, or by this one before."""
         if not self._whole:
@@ -276,12 +271,7 @@ class PartFile(OpenFile):
             file, at = found
             file.read_into(into, at)
             return
-        first = self._origin + offset
-
-        def write(at: int, data: Buffer) -> None:
-            into[at - first : at - first + len(data)] = data
-
-        self._reader.remote.fetch(self._name, [(first, len(into))], write)
+        self._reader.remote.read_into(self._name, self._origin + offset, into)
 
     def is_current(self) -> bool:
         """Nothing vouches for what is not whole."""

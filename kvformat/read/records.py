@@ -187,8 +187,9 @@ class RecordPool:
     def _drop(self) -> None:
         with contextlib.suppress(KeyError):  # another thread dropped it meanwhile
             dropped, was = self._kept.popitem(last=False)
-            if was.proved is not None:
-                self._known[dropped] = was.proved
+            identity = was.cached
+            if identity is not None:
+                self._known[dropped] = identity
                 if len(self._known) > _KNOWN:
                     self._known.popitem(last=False)
 

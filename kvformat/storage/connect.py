@@ -65,8 +65,6 @@ def connect(url: str, storage_options: dict[str, Any] | None, options: RemoteOpt
     StoreFault
         Where a client that connects at once cannot.
     """
-    if options.transport not in ("auto", "obstore", "fsspec"):
-        raise make_error("E081", f"transport is 'auto', 'obstore' or 'fsspec', found {options.transport!r}")
     given = storage_options or {}
     scheme = url.partition("://")[0].lower()
     check_options(url, given)

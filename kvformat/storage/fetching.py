@@ -12,13 +12,22 @@ from kvformat.storage.retry import Deadline
 from kvformat.storage.session import Session
 from kvformat.storage.store import Buffer, ShortFault, Store, TransportFault, UnsupportedFault
 
-__all__ = ["Write", "countdown", "fetch", "read_sized", "read_whole", "wrong_size"]
+__all__ = ["GAP_NBYTES", "Write", "countdown", "fetch", "placing", "read_sized", "read_whole", "wrong_size"]
 
 Write = Callable[[int, Buffer], None]
 """Takes (offset in the object, bytes). Called from several threads, once for each byte wanted."""
 
-_GAP_NBYTES = 256 << 10
+GAP_NBYTES = 256 << 10
 """What takes less time to bring than another request: 2 to 5 ms of a connection."""
+
+
+def placing(into: memoryview, start: int = 0) -> Write:
+    """Puts what is fetched into memory that holds an object from ``start`` on."""
+
+    def write(at: int, data: Buffer) -> None:
+        into[at - start : at - start + len(data)] = data
+
+    return write
 
 
 def fetch(
@@ -38,7 +47,7 @@ def fetch(
     path
         Of the object, for messages.
     """
-    ranges = plan_requests(wanted, request_nbytes=request_nbytes, gap_nbytes=_GAP_NBYTES)
+    ranges = plan_requests(wanted, request_nbytes=request_nbytes, gap_nbytes=GAP_NBYTES)
     tasks = [Task(_Range(name, request, path).attempt, _into(write, request), request.nbytes) for request in ranges]
     if tasks:
         session.run(tasks, deadline, answered=lambda _: deadline.renew())

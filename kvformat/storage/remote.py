@@ -22,7 +22,7 @@ from msgspec import Struct
 from kvformat.errors import KVFormatError, make_error
 from kvformat.storage import faults
 from kvformat.storage.creating import Creation
-from kvformat.storage.fetching import Write, fetch, read_sized, read_whole, wrong_size
+from kvformat.storage.fetching import Write, fetch, placing, read_sized, read_whole, wrong_size
 from kvformat.storage.retry import Deadline, Timing
 from kvformat.storage.session import Session
 from kvformat.storage.store import Buffer, MissingFault, Stat, Store, UnsupportedFault
@@ -169,6 +169,10 @@ class Remote:
         """
         with self._translated(name):
             self._fetch(name, wanted, write, self._session.deadline())
+
+    def read_into(self, name: str, start: int, into: memoryview) -> None:
+        """Fill memory from ``start`` of an object; errors as :meth:`fetch`."""
+        self.fetch(name, [(start, len(into))], placing(into, start))
 
     def stat(self, name: str) -> Stat | None:
         """Size and ETag of an object; None where there is none."""
@@ -343,11 +347,7 @@ class Remote:
         if found.nbytes != nbytes:
             raise wrong_size(found.nbytes, nbytes, path)
         into = bytearray(nbytes)
-
-        def write(start: int, piece: Buffer) -> None:
-            into[start : start + len(piece)] = piece
-
-        self._fetch(name, [(0, nbytes)], write, deadline)
+        self._fetch(name, [(0, nbytes)], placing(memoryview(into)), deadline)
         return bytes(into)
 
     def _upload(self, name: str, content: Content, progress: Callable[[int], None] | None) -> None:

@@ -11,7 +11,6 @@ from kvformat.storage.cache_options import CacheOptions
 from kvformat.storage.local_read import FileIdentity, OpenFile, sha256_of
 from kvformat.storage.obtaining import Check, Fill, Memory
 from kvformat.storage.remote import Remote
-from kvformat.storage.store import Buffer
 
 __all__ = ["RangedFile", "RemoteReader"]
 
@@ -229,11 +228,8 @@ class RangedFile(OpenFile):
         if end > self.identity.nbytes:
             raise make_error("E005", f"bytes {offset}..{end} are beyond the file", path=self.path)
 
-        def write(at: int, data: Buffer) -> None:
-            into[at - offset : at - offset + len(data)] = data
-
         if len(into):
-            self._remote.fetch(self._name, [(offset, len(into))], write)
+            self._remote.read_into(self._name, offset, into)
 
     def is_current(self) -> bool:
         """Nothing vouches for an object that is not held."""
