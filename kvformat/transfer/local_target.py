@@ -21,8 +21,9 @@ from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.readers import Reader
 from kvformat.transfer.contents import Contents, Item
 from kvformat.transfer.drafts import fetch
-from kvformat.transfer.folders import Folders, take_lease
+from kvformat.transfer.leasing import take_lease
 from kvformat.transfer.tally import Share
+from kvformat.write.folders import Folders
 from kvformat.write.seal import Publication
 from kvformat.write.shard import hash_file
 

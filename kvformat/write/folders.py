@@ -1,4 +1,4 @@
-"""Directories a copy makes on its way, and removes again as far as they are empty; leases on them."""
+"""Directories made on the way to somewhere, and removed again as far as they are empty."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from pathlib import Path
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.storage.faults import translated
-from kvformat.storage.lease import DirectoryLease
 from kvformat.storage.local_write import LocalFiles
 
-__all__ = ["Folders", "take_lease"]
-
-_ATTEMPTS = 100
+__all__ = ["Folders"]
 
 
 class Folders:
@@ -43,13 +40,22 @@ class Folders:
             self.sync(path.parent)
         for one in reversed(missing):
             self._made.append(one)  # before it is made: an interrupt may come in between
-            if self._files.make_dir(one):
+            if self._make(one):
                 self._files.sync_dir(one.parent)
             else:
                 self._made.pop()
 
+    def _make(self, folder: Path) -> bool:
+        try:
+            return self._files.make_dir(folder)
+        except KVFormatError as error:
+            if error.code == "E002" and folder.parent.is_dir():
+                message = "no directory can be made here: choose a location on a file system that takes files"
+                raise make_error("E207", message, path=folder) from error
+            raise
+
     def sync(self, folder: Path) -> None:
-        """Sync a directory that need not be ours to open, where another may have made an entry."""
+        """Sync a directory that need not be ours to open: a killed writer may have made an entry in it."""
         try:
             self._files.sync_dir(folder)
         except KVFormatError as error:
@@ -60,28 +66,3 @@ class Folders:
         """Remove the directories this object made, as far as they are empty."""
         for path in reversed(self._made):
             self._files.remove_dir(path)
-
-
-def take_lease(folders: Folders, path: Path) -> DirectoryLease | None:
-    """Make a directory that is there only while someone works in it, and take its lease; None where another has it."""
-    for attempt in range(_ATTEMPTS):
-        try:
-            folders.make(path)
-            before = _inode(path)
-            lease = DirectoryLease.take(path)
-            if lease is None:
-                return None
-            if before is not None and before == _inode(path):
-                return lease
-            lease.release()  # of a directory its last user removed meanwhile
-        except KVFormatError as error:
-            if error.code != "E002" or attempt == _ATTEMPTS - 1:
-                raise
-    raise make_error("E117", "the directory is removed again and again: another process is at work", path=path)
-
-
-def _inode(path: Path) -> int | None:
-    try:
-        return path.lstat().st_ino
-    except FileNotFoundError:
-        return None
