@@ -21,6 +21,7 @@ from kvformat.storage.connect import connect
 from kvformat.storage.remote import Remote, RemoteOptions
 from tests.reliability import small
 from tests.reliability.file_store import DyingStore, FileStore
+from tests.reliability.racing import race
 
 __all__ = ["create", "large", "main"]
 
@@ -103,42 +104,6 @@ def kills(base: Path, *, after: bool, resume: bool) -> list[dict[str, Any]]:
     raise AssertionError
 
 
-def race(url: str, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Let processes write to one URL at once; what became of each."""
-    ready_read, ready_write = os.pipe()
-    go_read, go_write = os.pipe()
-    results_read, results_write = os.pipe()
-    pids = []
-    for number in range(options["processes"]):
-        pid = os.fork()
-        if pid:
-            pids.append(pid)
-            continue
-        code = 1
-        try:
-            os.close(go_write)
-
-            def wait() -> None:
-                os.write(ready_write, b".")
-                os.read(go_read, 1)  # returns at the end of the pipe, when the parent lets all go at once
-
-            result = _publish(url, number, wait, options)
-            os.write(results_write, (json.dumps(result) + "\n").encode())
-            code = 0
-        finally:
-            os._exit(code)
-    for _ in pids:
-        os.read(ready_read, 1)
-    os.close(go_write)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    os.close(results_write)
-    with os.fdopen(results_read) as lines:
-        results = [json.loads(line) for line in lines]
-    if any(statuses):
-        raise SystemExit(f"exit statuses {statuses}")
-    return results
-
-
 def _publish(url: str, number: int, wait: Callable[[], None], options: dict[str, Any]) -> dict[str, Any]:
     variant = number % options["variants"]
     waited = False
@@ -208,7 +173,8 @@ def main() -> None:
     if command == "kills":
         sys.stdout.write(json.dumps(kills(Path(place), **options)))
     elif command == "race":
-        sys.stdout.write(json.dumps(race(place, options)))
+        results = race(options["processes"], lambda number, wait: _publish(place, number, wait, options))
+        sys.stdout.write(json.dumps(results))
     else:
         write(place, options)
 

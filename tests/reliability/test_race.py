@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 import kvformat
 from tests.reliability import small
+from tests.reliability.racing import run_race
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PROCESSES = 16
 
 
 def race(location, *, barrier, variants, resume=False):
     """What became of each process."""
     options = {"processes": PROCESSES, "barrier": barrier, "variants": variants, "resume": resume}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.reliability.writing", "race", location, json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=REPOSITORY,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    results = json.loads(done.stdout)
-    assert len(results) == PROCESSES
-    return results
+    return run_race("tests.reliability.writing", location, options)
 
 
 def check_winner(location, results):

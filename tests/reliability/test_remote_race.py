@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 import kvformat
 from tests.reliability import small
+from tests.reliability.racing import run_race
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PROCESSES = 4
 
 
@@ -28,18 +24,7 @@ def race(s3, spool, *, barrier, variants, resume):
         "spool": str(spool),
         "storage_options": storage_options,
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.reliability.remote_writing", "race", url, json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=REPOSITORY,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    results = json.loads(done.stdout)
-    assert len(results) == PROCESSES
-    return results
+    return run_race("tests.reliability.remote_writing", url, options)
 
 
 def check_winner(s3, results):

@@ -15,6 +15,7 @@ from typing import Any
 from kvformat.errors import KVFormatError
 from kvformat.storage.local_write import Buffer, LocalFiles
 from tests.reliability import small
+from tests.reliability.racing import race
 
 __all__ = ["main"]
 
@@ -63,46 +64,8 @@ def write(location: Path, fd: int, *, repeats: int, resume: bool) -> None:
         small.fill_many(writer, repeats)
 
 
-def race(location: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Let processes write to one location at once; what became of each.
-
-    They wait for each other ``before`` they enter the writer, or ``publishing``: with everything added.
-    """
-    results_read, results_write = os.pipe()
-    ready_read, ready_write = os.pipe()
-    go_read, go_write = os.pipe()
-    pids = []
-    for number in range(options["processes"]):
-        pid = os.fork()
-        if pid:
-            pids.append(pid)
-            continue
-        code = 1
-        try:
-            os.close(go_write)
-
-            def wait() -> None:
-                os.write(ready_write, b".")
-                os.read(go_read, 1)  # returns at the end of the pipe, when the parent lets all go at once
-
-            result = _publish(location, number, wait, options)
-            os.write(results_write, (json.dumps(result) + "\n").encode())
-            code = 0
-        finally:
-            os._exit(code)
-    for _ in pids:
-        os.read(ready_read, 1)
-    os.close(go_write)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    os.close(results_write)
-    with os.fdopen(results_read) as lines:
-        results = [json.loads(line) for line in lines]
-    if any(statuses):
-        raise SystemExit(f"exit statuses {statuses}")
-    return results
-
-
 def _publish(location: Path, number: int, wait: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Publish, having waited ``before`` entering the writer, or ``publishing``: with everything added."""
     variant = number % options["variants"]
     waited = False
     try:
@@ -129,7 +92,9 @@ def main() -> None:
     if command == "write":
         write(Path(location), int(rest[0]), repeats=int(rest[1]), resume=rest[2] == "resume")
     else:
-        sys.stdout.write(json.dumps(race(Path(location), json.loads(rest[0]))))
+        options = json.loads(rest[0])
+        results = race(options["processes"], lambda number, wait: _publish(Path(location), number, wait, options))
+        sys.stdout.write(json.dumps(results))
 
 
 if __name__ == "__main__":
