@@ -24,7 +24,8 @@ from benchmarks.remote_server import Origin
 from benchmarks.shapes import Corpus
 from kvformat.loader import BatchSampler, KVLoader
 from kvformat.storage.connect import connect
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 
 __all__ = ["measure_reading", "measure_requests", "publish"]
 

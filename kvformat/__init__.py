@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvformat.spec.document import Document, Media, document_digest
     from kvformat.spec.schema import Axis, Component, Extra, Last, Quant, Schema, Shared
     from kvformat.storage.cache_options import CacheOptions
-    from kvformat.storage.remote import RemoteOptions
+    from kvformat.storage.remote_options import RemoteOptions
     from kvformat.transfer.copying import CopyReport, copy
     from kvformat.write.create import create
     from kvformat.write.writer import Writer
@@ -98,7 +98,7 @@ _LAZY = {
     "Media": "kvformat.spec.document",
     "Quant": "kvformat.spec.schema",
     "Record": "kvformat.read.record",
-    "RemoteOptions": "kvformat.storage.remote",
+    "RemoteOptions": "kvformat.storage.remote_options",
     "Report": "kvformat.read.verify",
     "Schema": "kvformat.spec.schema",
     "Shared": "kvformat.spec.schema",

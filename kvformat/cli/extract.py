@@ -177,7 +177,7 @@ def _left(out: str, storage_options: dict[str, Any]) -> str:
     from kvformat.cli.kept import any_kept
     from kvformat.cli.staged import any_finished
     from kvformat.storage.readers import remote_of
-    from kvformat.storage.remote import RemoteOptions
+    from kvformat.storage.remote_options import RemoteOptions
 
     # Whoever interrupts does not wait for a store that may be the reason.
     soon = RemoteOptions(attempt_timeout_s=_SOON_S, deadline_s=_SOON_S)

@@ -21,7 +21,7 @@ from kvformat.spec.context import Context
 from kvformat.spec.digests import context_digest
 from kvformat.spec.layout import Layout
 from kvformat.storage.readers import Location
-from kvformat.storage.remote import RemoteOptions
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.write.create import create
 from kvformat.write.writer import Writer
 

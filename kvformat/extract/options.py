@@ -14,7 +14,8 @@ from kvformat.errors import make_error
 from kvformat.spec import limits
 from kvformat.spec.context import Context
 from kvformat.storage.readers import Location, remote_of
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.write.spool import spool_directory
 
 __all__ = ["ContextKind", "ExtractionOptions", "context_kind", "documents_path", "layer_numbers"]

@@ -17,7 +17,8 @@ from kvformat.extract.staged import Known, staged_nbytes
 from kvformat.extract.tag import model_name
 from kvformat.extract.tokenise import Tokeniser
 from kvformat.storage.readers import Location
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 
 if TYPE_CHECKING:
     import os

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvformat.errors import make_error
 from kvformat.read.index import IndexReader
+from kvformat.read.pools import pool_of
 from kvformat.read.ranks import AllGather, ask_same
 from kvformat.read.record import Record
-from kvformat.read.records import RecordPool
-from kvformat.read.shards import ShardPool
 from kvformat.spec.context import Context, Text, differences
 from kvformat.spec.layout import Layout, Placement
 from kvformat.spec.manifest import Manifest
@@ -32,8 +31,6 @@ __all__ = ["LEVELS", "Dataset", "Place", "Verify"]
 
 Verify = Literal["first", "always", "off"]
 LEVELS = {"off": 0, "first": 1, "always": 2}
-_SMALL_NBYTES = 2 << 20
-_SHARDS_HELD = 4
 
 
 Place = tuple[Placement, "NDArray[np.uint8] | None", int, "Record | None"]
@@ -89,21 +86,7 @@ class Dataset:
         self._slab_of = _slab_map(schema)
         self._layers = {c.name: c.layers for c in schema.components}
         self._length = manifest.totals.records
-        most = options["max_open_files"]
-        self.shards: ShardPool | RecordPool
-        if isinstance(reader, RemoteReader) and not self._whole_shards(reader):
-            self.shards = RecordPool(self, reader, max_open_files=most)
-        else:
-            tensors = self.num_components + len(schema.extras)
-            self.shards = ShardPool(reader, self.index, max_open_files=most, tensors=tensors, totals=manifest.totals)
-
-    def _whole_shards(self, reader: RemoteReader) -> bool:
-        """Whether the cache holds whole shards: as told, or where records are small and there is room for several."""
-        totals = self.manifest.totals
-        if reader.unit == "auto":
-            small = totals.nbytes <= totals.records * _SMALL_NBYTES
-            return small and (reader.cache_nbytes or 0) >= _SHARDS_HELD * totals.nbytes // totals.shards
-        return reader.unit == "shard"
+        self.shards = pool_of(self, options["max_open_files"])
 
     # -- what it is ----------------------------------------------------------------------------------------------
 

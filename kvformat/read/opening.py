@@ -24,7 +24,7 @@ from kvformat.spec.paths import ROOT, manifest_path
 from kvformat.storage.cache_options import CacheOptions
 from kvformat.storage.local_read import LocalReader
 from kvformat.storage.readers import IO, Location, Reader, reader_of
-from kvformat.storage.remote import RemoteOptions
+from kvformat.storage.remote_options import RemoteOptions
 
 __all__ = ["load_manifest", "open_dataset"]
 

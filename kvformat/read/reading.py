@@ -8,7 +8,7 @@ from typing import Any
 
 from kvformat.storage.local_read import LocalReader, OpenFile
 from kvformat.storage.readers import Location, Reader, reader_of
-from kvformat.storage.remote import RemoteOptions
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.remote_read import RemoteReader
 
 __all__ = ["SizingReader", "reading"]

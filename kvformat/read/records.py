@@ -18,7 +18,7 @@ from kvformat.read.index import ShardRow
 from kvformat.read.shards import OpenShard, held_at_most
 from kvformat.read.stored import StoredRecord, Wanted
 from kvformat.storage.local_read import FileIdentity
-from kvformat.storage.remote import RemoteOptions
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.remote_read import RemoteReader
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from kvformat.spec.manifest import Manifest
 from kvformat.spec.paths import ROOT, STAGING, covered_path, manifest_path, part_path
 from kvformat.storage.local_read import LocalReader
 from kvformat.storage.readers import Location, Reader
-from kvformat.storage.remote import RemoteOptions
+from kvformat.storage.remote_options import RemoteOptions
 
 __all__ = ["Finding", "Report", "verify"]
 

@@ -12,7 +12,7 @@ from kvformat.errors import make_error
 from kvformat.storage.fsspec_store import FsspecStore
 from kvformat.storage.location import resolve
 from kvformat.storage.obstore_options import Inexpressible, target_of
-from kvformat.storage.remote import RemoteOptions
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.storage_options import check_options
 from kvformat.storage.store import Store, StoreFault
 from kvformat.storage.store_faults import fault_of

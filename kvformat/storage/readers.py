@@ -12,7 +12,8 @@ from kvformat.storage.cache_options import CacheOptions
 from kvformat.storage.local_read import LocalReader
 from kvformat.storage.location import resolve
 from kvformat.storage.mounts import prefers_pread
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.remote_read import RemoteReader
 
 __all__ = ["IO", "Location", "Reader", "reader_of", "remote_of"]

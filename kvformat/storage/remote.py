@@ -17,63 +17,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
-
 from kvformat.errors import KVFormatError, make_error
 from kvformat.storage import faults
 from kvformat.storage.creating import Creation
 from kvformat.storage.fetching import Write, fetch, placing, read_sized, read_whole, wrong_size
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.retry import Deadline, Timing
 from kvformat.storage.session import Session
 from kvformat.storage.store import Buffer, MissingFault, Stat, Store, UnsupportedFault
 from kvformat.storage.store_errors import Redactor, translated
 from kvformat.storage.uploading import Content, FileContent, MemoryContent, Uploading
 
-__all__ = ["Remote", "RemoteOptions", "Write"]
+__all__ = ["Remote", "Write"]
 
 _MOST_NBYTES = 1 << 30
-_TRANSPORTS = ("auto", "obstore", "fsspec")
 _LISTED_AT_ONCE = 1000
 _INHERITED: list[Session] = []
 """Sessions of a parent process: to end them here would say farewell on connections that are still in use there."""
-
-
-class RemoteOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an object store is used.
-
-    Attributes
-    ----------
-    transport
-        ``obstore`` or ``fsspec``; ``auto`` is obstore where it is installed and knows the scheme.
-    request_nbytes
-        Most bytes of one ranged request, and of one part of an upload.
-    max_requests
-        Requests of this process under way at once, for each open dataset.
-    max_inflight_nbytes
-        Bytes they ask for together.
-    attempt_timeout_s
-        For one attempt of one request.
-    deadline_s
-        For an operation with all its retries; of a transfer, without any byte arriving. At most 60 before the store
-        has answered for the first time.
-    """
-
-    transport: str = "auto"
-    request_nbytes: int = 8 << 20
-    max_requests: int = 16
-    max_inflight_nbytes: int = 256 << 20
-    attempt_timeout_s: float = 30.0
-    deadline_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        """Check the values; E081."""
-        if self.transport not in _TRANSPORTS:
-            raise make_error("E081", f"transport is one of {', '.join(_TRANSPORTS)}, found {self.transport!r}")
-        for name in ("request_nbytes", "max_requests", "max_inflight_nbytes", "attempt_timeout_s", "deadline_s"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) or (name.endswith("_s") and isinstance(value, float))
-            if isinstance(value, bool) or not whole or not value > 0:
-                raise make_error("E081", f"{name} must be a number above 0, found {value!r}")
 
 
 class Remote:
@@ -395,7 +355,7 @@ def _connected(
 ) -> Store:
     if connect is not None:
         return connect(url, storage_options, options)
-    from kvformat.storage.connect import connect as by_scheme  # it needs the options of this module
+    from kvformat.storage.connect import connect as by_scheme
 
     return by_scheme(url, storage_options, options)
 

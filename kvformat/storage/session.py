@@ -28,7 +28,7 @@ class Session:
     max_requests, max_nbytes
         See :class:`~kvformat.storage.requests.Pool`.
     attempt_timeout_s, deadline_s
-        See :class:`~kvformat.storage.remote.RemoteOptions`.
+        See :class:`~kvformat.storage.remote_options.RemoteOptions`.
 
     Attributes
     ----------

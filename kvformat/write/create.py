@@ -13,7 +13,7 @@ from kvformat.spec.context import Context, Text
 from kvformat.spec.schema import Schema
 from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.readers import Location, remote_of
-from kvformat.storage.remote import RemoteOptions
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.write.local_target import LocalTarget
 from kvformat.write.remote_target import RemoteTarget
 from kvformat.write.spool import spool_directory

@@ -241,7 +241,8 @@ import sys, threading, time
 import kvformat
 from kvformat.loader.prefetch import KVLoader
 from kvformat.loader.sampler import BatchSampler
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 from tests.loader.folder import FolderStore
 
 class Stuck(FolderStore):

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import kvformat
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.store import Buffer, Store
 from kvformat.testing.dataset_files import DatasetFiles
 from kvformat.testing.memory_store import MemoryStore

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import kvformat
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.store import DeniedFault, StoreFault, TransportFault, UnsupportedFault
 from kvformat.testing.dataset_files import DatasetFiles
 from kvformat.testing.memory_store import MemoryStore

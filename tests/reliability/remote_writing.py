@@ -18,7 +18,8 @@ import numpy as np
 import kvformat
 from kvformat.errors import KVFormatError
 from kvformat.storage.connect import connect
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 from tests.reliability import small
 from tests.reliability.file_store import DyingStore, FileStore
 from tests.reliability.racing import race

@@ -23,7 +23,8 @@ from kvformat.storage.cache import Cache
 from kvformat.storage.cache_options import CacheOptions
 from kvformat.storage.fsspec_store import FsspecStore
 from kvformat.storage.obstore_store import ObstoreStore
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.store import Stat
 from kvformat.testing.faulty_store import (
     ERROR_BODY,

@@ -11,7 +11,8 @@ from kvformat.storage.connect import connect
 from kvformat.storage.fsspec_store import FsspecStore
 from kvformat.storage.obstore_options import Inexpressible, target_of
 from kvformat.storage.obstore_store import ObstoreStore
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.store import StoreFault, TransportFault
 from kvformat.storage.store_faults import fault_of
 from kvformat.testing.faulty_store import FaultyStore, Rule, flipped

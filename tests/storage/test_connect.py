@@ -18,7 +18,7 @@ from kvformat.storage.connect import connect
 from kvformat.storage.fsspec_store import FsspecStore
 from kvformat.storage.obstore_options import Inexpressible, target_of
 from kvformat.storage.obstore_store import ObstoreStore
-from kvformat.storage.remote import RemoteOptions
+from kvformat.storage.remote_options import RemoteOptions
 
 KEYS = {"key": "k", "secret": "s", "client_kwargs": {"region_name": "eu-west-1"}}
 AUTO = RemoteOptions()
@@ -201,7 +201,7 @@ def test_what_is_left_to_fsspec(url: str, options: dict) -> None:
 FORK = """
 import json, os, signal, sys
 from kvformat.storage.connect import connect
-from kvformat.storage.remote import RemoteOptions
+from kvformat.storage.remote_options import RemoteOptions
 
 url, options, transport = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 store = connect(url, options, RemoteOptions(transport=transport))

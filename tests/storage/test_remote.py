@@ -14,7 +14,8 @@ import weakref
 import pytest
 
 from kvformat.errors import KVFormatError
-from kvformat.storage.remote import _INHERITED, Remote, RemoteOptions
+from kvformat.storage.remote import _INHERITED, Remote
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.store import (
     ShortFault,
     Stat,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvformat.errors import KVFormatError
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.testing.faulty_store import (
     ERROR_BODY,
     FaultyStore,

@@ -9,7 +9,8 @@ import pytest
 
 from kvformat.errors import KVFormatError
 from kvformat.storage import uploading
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.store import MissingFault, Stat, TransportFault
 from kvformat.testing.faulty_store import (
     FaultyStore,

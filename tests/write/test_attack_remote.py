@@ -6,7 +6,8 @@ import pytest
 
 import kvformat
 from kvformat.spec.paths import ROOT
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.store import Stat
 from kvformat.testing.faulty_store import ERROR_BODY, FaultyStore, Operation, Rule, altered, answered
 from kvformat.testing.memory_store import MemoryStore

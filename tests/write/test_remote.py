@@ -14,7 +14,8 @@ import kvformat
 from kvformat.errors import KVFormatError, make_error
 from kvformat.spec import canonical
 from kvformat.storage.lease import DirectoryLease
-from kvformat.storage.remote import Remote, RemoteOptions
+from kvformat.storage.remote import Remote
+from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.store import DeniedFault, ExistsFault
 from kvformat.testing.memory_store import MemoryStore
 from kvformat.write import remote_target
