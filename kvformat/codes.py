@@ -355,6 +355,20 @@ CODES: dict[str, Code] = {
         "touch",
         "A cache has room for what is in use; else it is read past the cache.",
     ),
+    "W006": Code(
+        "shard-set-aside",
+        "",
+        "warning",
+        "write",
+        "A staged shard is as its receipt states; a damaged one is set aside and made again.",
+    ),
+    "W007": Code(
+        "batches-differ",
+        "",
+        "warning",
+        "extract",
+        "A forward of several documents gives the bits of single ones; else documents are computed one by one.",
+    ),
     "E080": Code(
         "no-such-record",
         "LookupFailedError",
@@ -498,6 +512,20 @@ CODES: dict[str, Code] = {
         "open",
         "A finished dataset at the target was made by the same plan and context.",
     ),
+    "E119": Code(
+        "incomplete",
+        "ConflictError",
+        "writer",
+        "seal",
+        "Every planned record is stored, or listed as skipped with a reason, and skips are allowed.",
+    ),
+    "E120": Code(
+        "run-differs",
+        "IdentityError",
+        "writer",
+        "open",
+        "All workers of a plan have the same model, settings and libraries.",
+    ),
     "E200": Code("no-space", "StorageError", "environment", "any", "The storage has room for what is written."),
     "E201": Code(
         "no-hard-links",
@@ -608,4 +636,30 @@ CODES: dict[str, Code] = {
         "Text and messages need a tokenizer and, for messages, a chat template.",
     ),
     "E306": Code("no-documents", "InputError", "writer", "extract", "A documents file holds at least one document."),
+    "E307": Code("plan-damaged", "DamageError", "writer", "extract", "A plan and its documents are as they were written."),
+    "E308": Code(
+        "checkpoint",
+        "InputError",
+        "writer",
+        "extract",
+        "A checkpoint holds the model's tensors, no others that were selected, with their shapes and dtypes.",
+    ),
+    "E309": Code(
+        "media", "InputError", "writer", "extract", "A document's images load, and are the ones that were planned."
+    ),
+    "E310": Code("adapter", "InputError", "writer", "extract", "An adapter fits the model, and is merged or named."),
+    "E311": Code(
+        "recompute-differs",
+        "IdentityError",
+        "writer",
+        "audit",
+        "K and V that are computed again agree with the stored ones within the bound of the extraction.",
+    ),
+    "E312": Code(
+        "documents-differ",
+        "IdentityError",
+        "writer",
+        "audit",
+        "A trainer's documents are those of the dataset, token by token.",
+    ),
 }

@@ -8,13 +8,17 @@ import typer
 
 import kvformat
 from kvformat.cli import output
+from kvformat.cli.check_documents import check_documents
 from kvformat.cli.clean import clean
 from kvformat.cli.copy import copy
 from kvformat.cli.diff import diff
+from kvformat.cli.documents import documents
 from kvformat.cli.estimate import estimate
 from kvformat.cli.extract import extract
 from kvformat.cli.group import EXIT_CODES, Commands
 from kvformat.cli.inspect import inspect
+from kvformat.cli.plan import plan
+from kvformat.cli.seal import seal
 from kvformat.cli.status import status
 from kvformat.cli.verify import verify
 
@@ -27,7 +31,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog=EXIT_CODES,
 )
-for command in (extract, estimate, inspect, verify, diff, copy, status, clean):
+for command in (
+    extract,
+    estimate,
+    documents,
+    plan,
+    seal,
+    inspect,
+    verify,
+    check_documents,
+    diff,
+    copy,
+    status,
+    clean,
+):
     app.command(epilog=EXIT_CODES)(command)
 
 

@@ -15,7 +15,7 @@ from kvformat.errors import KVFormatError, make_error
 if TYPE_CHECKING:
     from kvformat.storage.lease import DirectoryLease
 
-__all__ = ["ask", "clean", "take_leases"]
+__all__ = ["ask", "clean", "patience", "take_leases"]
 
 
 def clean(
@@ -77,13 +77,28 @@ def _clean(root: Path, *, yes: bool) -> None:
     if live:
         where = _count(len(live))
         raise make_error(
-            "E117", f"a writer is at work in {where}: wait for it, or stop it, and clean again", path=live[0]
+            "E117",
+            f"a writer is at work in {where}: wait for it, or stop it, and clean again{patience(live)}",
+            path=live[0],
         )
 
 
+def patience(live: Iterable[Path]) -> str:
+    """What to add where nobody can ask the workers themselves."""
+    from kvformat.write.staging import is_shared
+    from kvformat.write.worker_state import STALE_S
+
+    if not any(is_shared(path) for path in live):
+        return ""
+    return f"; a worker killed on another machine counts as gone {STALE_S:.0f} s after its last word"
+
+
 def take_leases(paths: Iterable[Path], held: dict[Path, DirectoryLease]) -> list[Path]:
-    """Take the leases of directories into ``held``; returns those a live writer has."""
+    """Take the leases of directories into ``held``; returns those a live writer has, or workers that may live."""
     from kvformat.storage.lease import DirectoryLease
+    from kvformat.write.local_workers import workers_in
+    from kvformat.write.staging import is_shared
+    from kvformat.write.worker_state import is_alive
 
     live = []
     for found in paths:
@@ -94,6 +109,9 @@ def take_leases(paths: Iterable[Path], held: dict[Path, DirectoryLease]) -> list
                 continue
             raise
         if lease is None:
+            live.append(found)
+        elif is_shared(found) and any(is_alive(worker) for worker in workers_in(found)):
+            lease.release()  # it does not reach other machines, or there is none
             live.append(found)
         else:
             held[found] = lease
@@ -115,16 +133,20 @@ def _remove(root: Path, held: dict[Path, DirectoryLease]) -> int:
 
 
 def _agreed(held: dict[Path, DirectoryLease]) -> bool:
+    from kvformat.write.staging import staged_files
+
     for path, lease in held.items():
         doubt = "" if lease.supported else " (no leases on this file system: make sure no writer is at work)"
-        nbytes = sum(entry.lstat().st_size for entry in path.iterdir())
+        nbytes = sum(entry.lstat().st_size for entry in staged_files(path))
         output.complain(f"{output.plain(path)}: {output.size_text(nbytes)}{doubt}")
     return ask(f"Remove {_count(len(held))}?")
 
 
 def _freed(path: Path) -> int:
     """Bytes of files that have no other name: a shard that was linked to its final place stays there."""
-    statuses = [entry.lstat() for entry in path.iterdir()]
+    from kvformat.write.staging import staged_files
+
+    statuses = [entry.lstat() for entry in staged_files(path)]
     return sum(status.st_size for status in statuses if status.st_nlink == 1)
 
 

@@ -9,11 +9,15 @@ from kvformat.cli.clean import ask, take_leases
 from kvformat.cli.kept import list_kept
 from kvformat.cli.spooled import nbytes_of
 from kvformat.errors import make_error
+from kvformat.spec.paths import STAGING
 from kvformat.storage.lease import DirectoryLease
 from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.remote import Remote
 from kvformat.storage.store import Stat
+from kvformat.write.remote_receipts import KeptPlan
+from kvformat.write.remote_workers import workers_of
 from kvformat.write.spool import plan_of, remove_spool, spools
+from kvformat.write.worker_state import STALE_S, is_alive
 
 __all__ = ["clean_remote"]
 
@@ -33,13 +37,15 @@ def clean_remote(remote: Remote, base: Path, *, yes: bool) -> None:
     """
     held: dict[Path, DirectoryLease] = {}
     try:
-        live = take_leases(spools(base, remote.url), held)
         kept = list_kept(remote)
-        busy = {plan_of(path) for path in live}
+        # Before the leases are taken, which would look like those of workers.
+        at_work = [plan for plan in kept.plans if plan.shared and _alive(remote, plan, base)]
+        live = take_leases(spools(base, remote.url), held)
+        busy = {plan_of(path) for path in live} | {plan.digest for plan in at_work}
         plans = [plan for plan in kept.plans if plan.digest not in busy]
-        objects = [stat for plan in plans for stat in _last_first(plan.objects)] + list(kept.probes)
+        objects = [stat for plan in plans for stat in _last_first(plan)] + list(kept.probes)
         if not objects and not held:
-            if not live:
+            if not live and not at_work:
                 output.emit("no staged work, 0 bytes freed")
             else:
                 output.emit("nothing removed, 0 bytes freed")
@@ -58,12 +64,24 @@ def clean_remote(remote: Remote, base: Path, *, yes: bool) -> None:
         raise make_error(
             "E117", "a writer is at work on this machine: wait for it, or stop it, and clean again", path=live[0]
         )
+    if at_work:
+        raise make_error(
+            "E117",
+            "workers are at work: wait for them, or stop them, and clean again; one that was killed counts as gone "
+            f"{STALE_S:.0f} s after its last word",
+            path=remote.path(f"{STAGING}/{at_work[0].digest}"),
+        )
 
 
-def _last_first(objects: tuple[Stat, ...]) -> list[Stat]:
-    """The last receipt first, the plan at the end: cut short, a run resumes from what is left."""
-    plans = [stat for stat in objects if stat.name.endswith("/plan.json")]
-    return [stat for stat in reversed(objects) if stat not in plans] + plans
+def _alive(remote: Remote, plan: KeptPlan, base: Path) -> bool:
+    workers = workers_of(remote, plan.digest, [stat.name for stat in plan.objects], base=base)
+    return any(is_alive(worker) for worker in workers)
+
+
+def _last_first(plan: KeptPlan) -> list[Stat]:
+    """The last receipt first, the plan or run at the end: cut short, a run resumes from what is left."""
+    receipts, others = plan.objects[: len(plan.ordinals)], plan.objects[len(plan.ordinals) :]
+    return [*reversed(receipts), *others]
 
 
 def _agreed(remote: Remote, plans: list[str], objects: list[Stat], held: dict[Path, DirectoryLease]) -> bool:

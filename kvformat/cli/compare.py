@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from kvformat.cli.fields import context_fields, schema_fields, text_fields
 from kvformat.errors import KVFormatError, make_error
-from kvformat.read.check_covered import InverseFrequencies, TensorList, read_covered
+from kvformat.read.check_covered import TensorList, read_covered
 from kvformat.read.dataset import Dataset
+from kvformat.read.frequencies import TOLERANCE, InverseFrequencies, largest_difference
 from kvformat.spec import canonical
 from kvformat.spec.context import TensorDigest
 from kvformat.spec.paths import covered_path
@@ -21,7 +22,6 @@ __all__ = ["Change", "Comparison", "Records", "compare"]
 
 T = TypeVar("T")
 _EXAMPLES = 10
-_TOLERANCE = 1e-6
 
 
 class Change(Struct, frozen=True, kw_only=True):
@@ -161,8 +161,8 @@ def _files(a: Dataset, b: Dataset) -> tuple[tuple[Change, ...], list[str]]:
     found = _changes(*digests)
     if left is not None and right is not None:
         if left != right:
-            largest = _largest_difference(a, b)
-            if largest is None or largest > _TOLERANCE:
+            largest = largest_difference(*(_content(side, "inv_freq", InverseFrequencies) for side in (a, b)))
+            if largest is None or largest > TOLERANCE:
                 stated = "other groups or lengths" if largest is None else f"up to {largest:.1e} relative"
                 found += (Change(field="inv_freq", a=stated, b=stated),)
             else:
@@ -170,23 +170,6 @@ def _files(a: Dataset, b: Dataset) -> tuple[tuple[Change, ...], list[str]]:
     elif left != right:
         notes.append(f"inverse frequencies are recorded in {'A' if right is None else 'B'} only, and not compared")
     return found, notes
-
-
-def _largest_difference(a: Dataset, b: Dataset) -> float | None:
-    """Largest relative difference of inverse frequencies; None where they do not correspond."""
-    sides = []
-    for dataset in (a, b):
-        content = _content(dataset, "inv_freq", InverseFrequencies)
-        groups = () if content is None else content.groups
-        sides.append({group.layers: [canonical.decode_real(value) for value in group.values] for group in groups})
-    if {k: len(v) for k, v in sides[0].items()} != {k: len(v) for k, v in sides[1].items()}:
-        return None
-    largest = 0.0
-    for layers, values in sides[0].items():
-        for one, other in zip(values, sides[1][layers], strict=True):
-            if one != other:
-                largest = max(largest, abs(one - other) / max(abs(one), abs(other)))
-    return largest
 
 
 def _content(dataset: Dataset, name: str, kind: type[T]) -> T | None:

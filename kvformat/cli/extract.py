@@ -3,61 +3,103 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvformat.cli import options, output, spool_option
+from kvformat.cli import model_options, options, output, ray_options, source_options, spool_option
 from kvformat.cli.group import INTERRUPTED
 from kvformat.cli.headers import header_nbytes, header_warning
-from kvformat.cli.progress import Meter, meter
+from kvformat.cli.progress import meter
 from kvformat.cli.quiet import quiet_libraries
+from kvformat.cli.watch import Watch
 from kvformat.errors import KVFormatError
 
 if TYPE_CHECKING:
-    from kvformat.extract import Phase
     from kvformat.read.dataset import Dataset
 
-__all__ = ["Watch", "extract"]
+__all__ = ["extract"]
 
 _SOON_S = 5.0
-_PHASES = {
-    "read": "reading documents",
-    "load": "loading the model",
-    "identify": "hashing the weights",
-    "extract": "extracting",
-    "publish": "publishing",
-}
 
 
 def extract(
     *,
     model: options.Model,
-    documents: options.Documents,
+    documents: Annotated[
+        str | None,
+        typer.Option(
+            "--documents",
+            metavar="SRC",
+            help="JSON Lines, Parquet, a saved data set, file.py:function, or a documents file (*.kvdocs).",
+        ),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option("--plan", metavar="DIR", help="In place of documents: what `kvformat plan` wrote."),
+    ] = None,
     out: options.Out,
+    column: source_options.Columns = None,
     spool: spool_option.Spool = None,
     storage_option: options.StorageOptions = None,
     revision: options.Revision = None,
+    checkpoint: model_options.Checkpoint = None,
+    select: model_options.Select = None,
+    rename: model_options.Rename = None,
+    preset: model_options.Preset = None,
+    weights: model_options.Weights = None,
+    checkpoint_dtype: model_options.CheckpointDtype = None,
+    adapter: model_options.AdapterDir = None,
+    adapter_mode: model_options.AdapterMode = None,
     dtype: options.Dtype = None,
     compute_dtype: options.ComputeDtype = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where the model runs, such as cuda:0.")] = "cpu",
-    batch_size: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Most documents of one forward; only equal lengths go together.")
-    ] = 1,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Where the model runs: cpu, cuda (the rank's own), cuda:0.")
+    ] = "cpu",
     attn_implementation: Annotated[
         str | None, typer.Option(metavar="NAME", help="Attention implementation, such as sdpa or eager.")
     ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="Threads of the model on the CPU.")] = None,
     layers: options.Layers = None,
+    key_stage: model_options.KeyStage = "attention",
+    quantise: model_options.Quantise = None,
+    images: model_options.Images = False,
     shard_size: options.ShardSize = "1GiB",
+    order: source_options.Order = "given",
+    batch_size: source_options.BatchSize = 1,
+    batch_tokens: source_options.BatchTokens = None,
+    accept_batches: Annotated[
+        bool,
+        typer.Option("--accept-batches", help="Compute documents together even where that changes the last bits."),
+    ] = False,
     truncate: options.Truncate = None,
+    skip_too_long: source_options.SkipTooLong = False,
     add_generation_prompt: options.AddGenerationPrompt = False,
     special_tokens: options.SpecialTokens = True,
     unknown_context: Annotated[
         bool,
         typer.Option("--unknown-context", help="Declare unknown what determines the values, instead of deriving it."),
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, metavar="R", help="Which worker this is [default: $RANK, else 0].")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="How many workers there are [default: $WORLD_SIZE, else 1].")
+    ] = None,
+    engine: Annotated[
+        Literal["process", "ray"], typer.Option(help="This process, or workers of a Ray cluster: a task a shard.")
+    ] = "process",
+    ray_address: ray_options.Address = None,
+    ray_workers: ray_options.Workers = None,
+    ray_cpus: ray_options.Cpus = 1.0,
+    ray_gpus: ray_options.Gpus = 0.0,
+    on_error: Annotated[
+        Literal["fail", "skip"],
+        typer.Option(help="What becomes of a document the model refuses, or gives NaN for."),
+    ] = "fail",
+    allow_skips: Annotated[
+        bool, typer.Option("--allow-skips", help="Publish without documents that were skipped; they are listed.")
     ] = False,
     allow_non_finite: Annotated[
         list[str] | None,
@@ -68,33 +110,62 @@ def extract(
     """Extract K and V of a model over documents.
 
     The model is any Hugging Face decoder with a K/V cache; the dataset is published when all documents are done.
-    Interrupted, the same command resumes at the last finished shard. On a finished dataset it changes nothing
+    Interrupted, the same command resumes: finished shards are kept. On a finished dataset it changes nothing
     and exits with 0, when plan and context are equal. An unknown context equals nothing: there it fails with E118.
     To a URL each finished shard is uploaded at once; any machine resumes.
+
+    Several workers share the shards, with nothing between them but the place they write to: start them with torchrun
+    (torchrun --nproc-per-node 8 -m kvformat extract ...), or with --rank and --world-size.
     """
+    from kvformat.extract.checkpoint import parse_checkpoint
+
     storage_options = options.parse_storage_options(storage_option, "--storage-option")
     parsed = options.parse(dtype=dtype, compute_dtype=compute_dtype, layers=layers, shard_size=shard_size)
+    source = parse_checkpoint(
+        checkpoint, select=select, rename=rename or (), preset=preset, weights=weights, dtype=checkpoint_dtype
+    )
     quiet_libraries(terminal=output.is_terminal(sys.stderr))
     _tell_spool(out, spool)
+    workers = ray_options.parse(engine=engine, address=ray_address, workers=ray_workers, cpus=ray_cpus, gpus=ray_gpus)
     try:
         from kvformat.extract import run
+        from kvformat.loader.world import world_of
 
-        with meter() as shown:
+        world = world_of(rank, world_size)
+        with meter(silent=world.rank > 0) as shown:
             watch = Watch(shown)
             dataset = run(
                 model=model,
                 documents=documents,
+                plan=plan,
                 out=out,
+                columns=source_options.parse_columns(column),
                 spool=spool,
                 storage_options=storage_options,
                 revision=revision,
+                checkpoint=source,
+                adapter=adapter,
+                adapter_mode=adapter_mode,
                 device=device,
-                batch_size=batch_size,
                 attn_implementation=attn_implementation,
+                threads=threads,
+                key_stage=key_stage,
+                quantise=quantise,
+                images=images,
+                order=order,
+                batch_size=batch_size,
+                batch_tokens=batch_tokens,
+                accept_batches=accept_batches,
                 truncate=truncate,
+                too_long="skip" if skip_too_long else "refuse",
                 add_generation_prompt=add_generation_prompt,
                 special_tokens=special_tokens,
                 context="unknown" if unknown_context else "derive",
+                rank=world.rank,
+                world_size=world.size,
+                ray=workers,
+                on_error=on_error,
+                allow_skips=allow_skips,
                 allow_non_finite=tuple(allow_non_finite or ()),
                 progress=watch,
                 **parsed,
@@ -102,6 +173,8 @@ def extract(
     except KeyboardInterrupt:
         output.report_other("interrupted", _left(out, storage_options), as_json=as_json)
         raise typer.Exit(INTERRUPTED) from None
+    if world.rank > 0:  # the first one says it for all
+        return
     warning = header_warning(
         shards=dataset.manifest.totals.shards, headers=header_nbytes(dataset), nbytes=dataset.nbytes
     )
@@ -111,56 +184,6 @@ def extract(
         output.emit_json(_document(dataset, watch))
     else:
         output.emit(*_lines(dataset, watch))
-
-
-class Watch:
-    """Turns what a job reports into progress, and counts for the summary. Rates are of what was computed in this run.
-
-    Attributes
-    ----------
-    extracted
-        Whether anything had to be written.
-    tokens, nbytes
-        Computed in this run; ``resumed_nbytes`` are those an interrupted run had left.
-    """
-
-    def __init__(self, shown: Meter, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._shown = shown
-        self._clock = clock
-        self._begun = clock()
-        self._ended: float | None = None
-        self.extracted = False
-        self.tokens = self.nbytes = self.resumed_nbytes = 0
-
-    def phase(self, name: Phase, *, tokens: int = 0, nbytes: int = 0) -> None:
-        """A phase begins."""
-        what = _PHASES.get(name, name)
-        if name == "extract":
-            self.extracted = True
-            self._begun = self._clock()
-            self._shown.begin(f"{what} {tokens:,} tokens", total=nbytes)
-            return
-        if self.extracted and self._ended is None:
-            self._ended = self._clock()
-        self._shown.begin(what)
-
-    def advance(self, *, tokens: int, nbytes: int, computed: bool) -> None:
-        """A record is there."""
-        if computed:
-            self.tokens += tokens
-            self.nbytes += nbytes
-        else:
-            self.resumed_nbytes += nbytes
-        self._shown.update(self.nbytes + self.resumed_nbytes, note=self.rates())
-
-    @property
-    def seconds(self) -> float:
-        """How long extraction took, or takes so far."""
-        return max((self._clock() if self._ended is None else self._ended) - self._begun, 1e-9)
-
-    def rates(self) -> str:
-        """Tokens and gigabytes a second."""
-        return f"{self.tokens / self.seconds:,.0f} tokens/s, {self.nbytes / self.seconds / 1e9:.3f} GB/s"
 
 
 def _tell_spool(out: str, spool: str | None) -> None:
@@ -194,6 +217,8 @@ def _left(out: str, storage_options: dict[str, Any]) -> str:
 
 
 def _document(dataset: Dataset, watch: Watch) -> dict[str, Any]:
+    import msgspec
+
     return {
         "ok": True,
         "location": dataset.location,
@@ -206,6 +231,10 @@ def _document(dataset: Dataset, watch: Watch) -> dict[str, Any]:
         "computed_tokens": watch.tokens,
         "computed_nbytes": watch.nbytes,
         "resumed_nbytes": watch.resumed_nbytes,
+        "elsewhere_nbytes": watch.elsewhere_nbytes,
+        "skipped": len(dataset.manifest.skipped),
+        "times": None if watch.spent is None else msgspec.to_builtins(watch.spent),
+        "limited_by": watch.limit,
         "seconds": round(watch.seconds, 3) if watch.extracted else 0,
     }
 
@@ -229,5 +258,12 @@ def _lines(dataset: Dataset, watch: Watch) -> list[str]:
         )
     else:
         kept = f", {output.size_text(watch.resumed_nbytes)} kept from before" if watch.resumed_nbytes else ""
-        lines.append(f"    computed {output.size_text(watch.nbytes)} in {watch.seconds:.1f} s: {watch.rates()}{kept}")
+        others = f", {output.size_text(watch.elsewhere_nbytes)} by other workers" if watch.elsewhere_nbytes else ""
+        computed = f"computed {output.size_text(watch.nbytes)} in {watch.seconds:.1f} s: {watch.rates()}"
+        lines.append(f"    {computed}{kept}{others}")
+        if watch.nbytes and watch.spent is not None:
+            lines.append(f"    {watch.spent}")
+    skipped = len(dataset.manifest.skipped)
+    if skipped:
+        lines.append(f"    {output.counted(skipped, 'document')} skipped: the manifest lists them, with the reasons")
     return lines

@@ -13,7 +13,7 @@ from kvformat.cli import output
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["Bar", "Lines", "Meter", "meter"]
+__all__ = ["Bar", "Lines", "Meter", "Nothing", "meter"]
 
 _INTERVAL_S = 10.0
 
@@ -116,6 +116,34 @@ class Bar:
             self._progress.update(self._task, completed=done, total=total, note=note)
 
 
-def meter(*, phases: bool = True) -> Meter:
-    """The meter that suits standard error. ``phases``: whether plain lines announce what begins."""
+class Nothing:
+    """Shows nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return
+
+    def begin(self, what: str, *, total: int | None = None) -> None:
+        """Show nothing."""
+
+    def update(self, done: int, *, total: int | None = None, note: str = "") -> None:
+        """Show nothing."""
+
+
+def meter(*, phases: bool = True, silent: bool = False) -> Meter:
+    """The meter that suits standard error.
+
+    Parameters
+    ----------
+    phases
+        Whether plain lines announce what begins.
+    silent
+        Say nothing: another process does.
+    """
+    if silent:
+        return Nothing()
     return Bar() if output.is_terminal(sys.stderr) else Lines(phases=phases)

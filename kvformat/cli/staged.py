@@ -10,18 +10,23 @@ from typing import Literal, TypeVar
 
 from msgspec import Struct
 
+from kvformat.cli.shared_work import SharedWork, describe, state_of
 from kvformat.errors import KVFormatError
 from kvformat.spec import canonical
 from kvformat.spec.paths import STAGING
 from kvformat.storage.faults import translated
 from kvformat.storage.lease import DirectoryLease
-from kvformat.write.staging import Plan, Receipt, stagings
+from kvformat.write.local_workers import workers_in
+from kvformat.write.planned import Planned
+from kvformat.write.run import RunIdentity
+from kvformat.write.staging import Plan, Receipt, is_shared, staged_files, stagings
 
 __all__ = ["StagedWork", "any_finished", "directories", "is_directory", "look", "look_all", "others"]
 
 State = Literal["live", "abandoned", "unknown"]
 T = TypeVar("T", Plan, Receipt)
-_RECEIPT = re.compile(r"[0-9]{8}\.json")
+_RECEIPT = re.compile(r"([0-9]{8})\.json")
+_SHARD = re.compile(r"([0-9]{8})-[0-9a-f]{16}\.shard")
 
 
 class StagedWork(Struct, frozen=True, kw_only=True):
@@ -30,22 +35,26 @@ class StagedWork(Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     plan
-        What was to be written; None where it cannot be read.
+        What was to be written; None where it cannot be read, and for what workers share.
     shards, records, nbytes
-        What is finished: shards with a receipt, their records and bytes.
+        What is finished: shards with a receipt, their records and bytes. Records that workers share are counted only
+        where their plan is given.
     total_nbytes
         Bytes of everything in the directory.
     state
         ``live`` while a writer holds it; ``unknown`` on file systems without leases, and in object stores.
+    shared
+        Of work that workers share; None for any other, and where it cannot be read.
     """
 
     path: str
     plan: Plan | None
     shards: int
-    records: int
+    records: int | None
     nbytes: int
     total_nbytes: int
     state: State
+    shared: SharedWork | None = None
 
 
 def directories(root: Path) -> list[Path]:
@@ -72,8 +81,10 @@ def any_finished(root: Path) -> bool:
     return False
 
 
-def look(path: Path) -> StagedWork | None:
+def look(path: Path, planned: Planned | None = None) -> StagedWork | None:
     """Describe a staging directory; None where it is gone meanwhile."""
+    if is_shared(path):
+        return _look_shared(path, planned)
     try:
         lease = DirectoryLease.take(path)
     except KVFormatError as error:
@@ -114,12 +125,71 @@ def is_directory(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def look_all(root: Path) -> Iterator[StagedWork]:
-    """Describe all staging directories below a dataset's directory."""
+def look_all(root: Path, planned: Planned | None = None) -> Iterator[StagedWork]:
+    """Describe all staging directories below a dataset's directory.
+
+    Parameters
+    ----------
+    planned
+        The plan of work that workers share, where it is known.
+    """
     for path in directories(root):
-        found = look(path)
+        found = look(path, planned)
         if found is not None:
             yield found
+
+
+def _look_shared(path: Path, planned: Planned | None) -> StagedWork | None:
+    """No receipt is read: there may be ten thousand."""
+    receipts: set[int] = set()
+    shards: dict[int, int] = {}
+    total = 0
+    for entry in staged_files(path):
+        try:
+            nbytes = entry.lstat().st_size
+        except FileNotFoundError:  # a worker goes on
+            continue
+        total += nbytes
+        if match := _RECEIPT.fullmatch(entry.name):
+            receipts.add(int(match[1]))
+        elif match := _SHARD.fullmatch(entry.name):
+            shards[int(match[1])] = nbytes
+    finished = frozenset(receipts & shards.keys())
+    nbytes = sum(shards[ordinal] for ordinal in finished)
+    try:
+        workers = workers_in(path)
+        state = _shared_state(path) if not workers else state_of(workers)
+        run = RunIdentity.decode((path / "run.json").read_bytes(), path=path)
+        shared = describe(run, finished, nbytes, workers, place=path)
+    except (KVFormatError, OSError):  # just begun, damaged, or gone
+        if not path.is_dir():
+            return None
+        state, shared, run = "unknown", None, None
+    return StagedWork(
+        path=str(path),
+        plan=None,
+        shards=len(finished),
+        records=_records(planned, run, finished),
+        nbytes=nbytes,
+        total_nbytes=total,
+        state=state,
+        shared=shared,
+    )
+
+
+def _shared_state(path: Path) -> State:
+    """What the lease tells where no worker says anything."""
+    lease = DirectoryLease.take(path)
+    if lease is None:
+        return "live"
+    lease.release()
+    return "abandoned" if lease.supported else "unknown"
+
+
+def _records(planned: Planned | None, run: RunIdentity | None, finished: frozenset[int]) -> int | None:
+    if planned is None or run is None or run.plan != planned.digest:
+        return None
+    return sum(len(planned.shard(ordinal)) for ordinal in finished)
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from msgspec import Struct
 
-from kvformat.cli import options, output, spool_option
+from kvformat.cli import options, output, plan_option, spool_option
 from kvformat.cli.group import FAULTS
 from kvformat.codes import CODES
 from kvformat.errors import KVFormatError, make_error
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvformat.cli.spooled import Spooled
     from kvformat.cli.staged import StagedWork
     from kvformat.storage.remote import Remote
+    from kvformat.write.planned import Planned
 
 __all__ = ["status"]
 
@@ -68,20 +70,24 @@ class _Look(NamedTuple):
 def status(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A dataset's directory or URL.")],
     *,
+    plan: plan_option.PlanOfWork = None,
     spool: spool_option.Spool = None,
     storage_option: options.StorageOptions = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show what is published and what is unfinished.
 
-    Lists staged work with its state, and files no dataset names. Of a URL, also what waits on this machine for its
-    upload. Exits with 1 where something is published and cannot be read.
+    Lists staged work with its state, and files no dataset names; of work that workers share, who is at work, what is
+    done and missing, the rate and the time that is left, and the space that is needed. Of a URL, also what waits on
+    this machine for its upload. Exits with 1 where something is published and cannot be read.
     """
     storage_options = options.parse_storage_options(storage_option, "--storage-option")
     from kvformat.storage.readers import remote_of
 
     place = remote_of(path, storage_options=storage_options)
-    found, fault, without_root = _look(place) if isinstance(place, Path) else _look_remote(place, spool)
+    with contextlib.nullcontext(None) if plan is None else contextlib.closing(plan_option.opened(plan)) as planned:
+        looked = _look(place, planned) if isinstance(place, Path) else _look_remote(place, spool, planned)
+    found, fault, without_root = looked
     if as_json:
         output.emit_json(_document(found, fault))
     else:
@@ -91,14 +97,14 @@ def status(
         raise typer.Exit(FAULTS)
 
 
-def _look(root: Path) -> _Look:
+def _look(root: Path, planned: Planned | None) -> _Look:
     from kvformat.cli.staged import look_all, others
     from kvformat.read.missing import data_without_root
 
     if not root.is_dir():
         raise make_error("E001", "no directory is there: check the location", path=root)
     published, named, fault = _published(root) if os.path.lexists(root / ROOT) else (None, set(), None)
-    staging = tuple(look_all(root))
+    staging = tuple(look_all(root, planned))
     without_root = None if staging else data_without_root(root)
     state = _State(
         location=str(root),
@@ -111,16 +117,17 @@ def _look(root: Path) -> _Look:
     return _Look(state, fault, without_root)
 
 
-def _look_remote(remote: Remote, spool: str | None) -> _Look:
+def _look_remote(remote: Remote, spool: str | None, planned: Planned | None) -> _Look:
     from kvformat.cli.kept import look_kept
     from kvformat.cli.spooled import look_spools
     from kvformat.read.missing import DATA_WITHOUT_ROOT
     from kvformat.write.spool import spool_directory
 
     published, named, fault = _published(remote) if remote.stat(ROOT) is not None else (None, set(), None)
-    spools = tuple(look_spools(spool_directory(spool), remote.url))
-    staging, others, staged = look_kept(remote, spools)
+    base = spool_directory(spool)
+    spools = tuple(look_spools(base, remote.url))
     objects = {stat.name: stat.nbytes for stat in remote.list() if stat.name.partition("/")[0] != STAGING}
+    staging, others, staged = look_kept(remote, spools, objects=objects, base=base, planned=planned)
     if not objects and not staging and not others and not spools:
         raise make_error("E001", "nothing is there: check the location", path=remote.path(""))
     orphans = _orphans(objects.items(), named | staged, foreign=published is not None)
@@ -241,12 +248,17 @@ def _lines(found: _State, fault: KVFormatError | None, without_root: str | None)
 
 
 def _staged_lines(work: StagedWork) -> list[str]:
-    counts = f"{output.counted(work.shards, 'shard')}, {output.counted(work.records, 'record')}"
+    records = "" if work.records is None else f", {output.counted(work.records, 'record')}"
+    counts = f"{output.counted(work.shards, 'shard')}{records}"
     finished = f"{counts}, {output.size_text(work.nbytes)}"
     lines = [
         f"staged work, {work.state} ({_STATES[work.state]}): {output.plain(work.path)}",
         f"    finished: {finished}; {output.size_text(work.total_nbytes)} in all",
     ]
+    if work.shared is not None:
+        from kvformat.cli import shared_work
+
+        return [*lines, *shared_work.lines(work.shared, work.nbytes)]
     plan = work.plan
     name = output.plain(work.path).rpartition("/")[2]
     if plan is None and name.startswith("copy-"):

@@ -1,4 +1,4 @@
-"""``kvformat verify``: all faults of a dataset, with their codes."""
+"""``kvformat verify``: all faults of a dataset, with their codes, and whether a model gives what it holds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from kvformat.cli import options, output
 from kvformat.cli.group import FAILED, FAULTS
 from kvformat.cli.progress import meter
+from kvformat.cli.recompute import Recomputation, document, recompute, show
 from kvformat.codes import CODES
 
 if TYPE_CHECKING:
@@ -21,19 +22,52 @@ def verify(
     path: Annotated[str, typer.Argument(metavar="PATH", help="Dataset: a directory or URL.")],
     *,
     level: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             max=4,
-            help="1: root and manifest. 2: and index, sizes, headers. 3: and every XXH3. 4: and every SHA-256.",
+            help="1: root and manifest. 2: and index, sizes, headers. 3: and every XXH3. 4: and every SHA-256. "
+            "[default: 4, or 2 with --recompute]",
         ),
-    ] = 4,
+    ] = None,
     expected_id: Annotated[
         str | None, typer.Option("--expected-id", metavar="ID", help="Dataset id it must have.")
     ] = None,
     threads: Annotated[
         int | None,
         typer.Option(min=1, help="Shards checked at once [default: processors, at most 8, or 4 of an object store]."),
+    ] = None,
+    again: Annotated[
+        str | None,
+        typer.Option(
+            "--recompute", metavar="SHARE", help="Also compute so many records again, such as 1% or 200, with --model."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="DIR_OR_ID", help="Model directory or hub id to compute with.")
+    ] = None,
+    revision: options.Revision = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Chooses which records are computed again [default: 0].")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="Where the model runs, such as cuda:0 [default: cpu].")
+    ] = None,
+    compute_dtype: Annotated[
+        str | None,
+        typer.Option("--compute-dtype", metavar="DTYPE", help="Dtype of computation [default: as the dataset says]."),
+    ] = None,
+    attn_implementation: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Attention implementation, such as sdpa or eager.")
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="DIR", help="LoRA adapter the dataset was extracted with.")
+    ] = None,
+    documents: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Documents the dataset was made of: tokenised again, for the records computed again."
+        ),
     ] = None,
     storage_option: options.StorageOptions = None,
     as_json: options.AsJson = False,
@@ -42,7 +76,22 @@ def verify(
 
     Each is named by its code. Warnings, such as a file the dataset does not name, do not make it faulty. In an object
     store, levels 1 and 2 move no values; 3 and 4 fetch every shard once, and need the memory of one a thread.
+
+    With --recompute, a sample of records is computed again from the stored token ids, and K and V are compared layer
+    by layer. Other last bits are expected on other hardware; what is beyond the dataset's bounds, or was made by
+    another model, is a fault.
     """
+    asked = Recomputation.of(
+        again,
+        model=model,
+        revision=revision,
+        seed=seed,
+        device=device,
+        compute_dtype=compute_dtype,
+        attn_implementation=attn_implementation,
+        adapter=adapter,
+        documents=documents,
+    )
     storage_options = options.parse_storage_options(storage_option, "--storage-option")
     from kvformat.read.verify import verify as look
 
@@ -50,20 +99,27 @@ def verify(
         shown.begin("verifying")
         report = look(
             path,
-            level=level,
+            level=(4 if asked is None else 2) if level is None else level,
             expected_id=expected_id,
             threads=threads,
             progress=lambda done, total: shown.update(done, total=total),
             storage_options=storage_options,
         )
+    audited = recompute(path, asked, storage_options=storage_options) if asked is not None and report.ok else None
     shown_path = path.partition("?")[0] if "://" in path else path  # behind it, URLs hold signatures
+    ok = report.ok and (audited is None or audited.ok)
     if as_json:
-        output.emit_json(_document(shown_path, report))
+        more = {} if audited is None else {"ok": ok, "recomputed": document(audited)}
+        output.emit_json(_document(shown_path, report) | more)
     else:
         output.emit(*_lines(shown_path, report))
-    if not report.ok:
+        if audited is not None:
+            show(audited)
+    if asked is not None and audited is None:
+        output.complain("nothing was computed again: mend the faults first")
+    if not ok:
         # Where the storage alone is in the way, nothing is known of the dataset.
-        found = any(CODES[finding.code].kind == "reader" for finding in report.findings)
+        found = report.ok or any(CODES[finding.code].kind == "reader" for finding in report.findings)
         raise typer.Exit(FAULTS if found else FAILED)
 
 

@@ -6,34 +6,70 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvformat.errors import make_error
-from kvformat.extract.job import Phase, Progress, extract_plan, run
-from kvformat.extract.plan import Plan, make_plan
+from kvformat.extract.audit import audit
+from kvformat.extract.checkpoint import CheckpointSource
+from kvformat.extract.documents import (
+    Captioned,
+    Choice,
+    Documents,
+    Null,
+    caption_documents,
+    open_documents,
+    write_documents,
+)
+from kvformat.extract.job import extract_plan, run
+from kvformat.extract.join import check_documents
+from kvformat.extract.meter import PipelineTimes
+from kvformat.extract.plan import Plan, make_plan, open_plan
 from kvformat.extract.prepare import estimate
+from kvformat.extract.progress import Phase, Progress
 from kvformat.extract.size import Estimate
 from kvformat.extract.tokenise import Tokeniser
 
 if TYPE_CHECKING:
     from kvformat.extract.hf import HuggingFaceExtractor
+    from kvformat.extract.hf.vision import VisionExtractor
+    from kvformat.extract.quantise import QuantisingExtractor
 
 __all__ = [
+    "Captioned",
+    "CheckpointSource",
+    "Choice",
+    "Documents",
     "Estimate",
     "HuggingFaceExtractor",
+    "Null",
     "Phase",
+    "PipelineTimes",
     "Plan",
     "Progress",
+    "QuantisingExtractor",
     "Tokeniser",
+    "VisionExtractor",
+    "audit",
+    "caption_documents",
+    "check_documents",
     "estimate",
     "extract_plan",
     "make_plan",
+    "open_documents",
+    "open_plan",
     "run",
+    "write_documents",
 ]
+
+_HEAVY = {
+    "HuggingFaceExtractor": "kvformat.extract.hf",
+    "QuantisingExtractor": "kvformat.extract.quantise",
+    "VisionExtractor": "kvformat.extract.hf.vision",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "HuggingFaceExtractor":
+    if name not in _HEAVY:
         raise AttributeError(f"module 'kvformat.extract' has no attribute {name!r}")
     try:
-        value = import_module("kvformat.extract.hf").HuggingFaceExtractor
+        value = getattr(import_module(_HEAVY[name]), name)
     except ModuleNotFoundError as error:
         raise make_error("E205", f"extraction needs {error.name}: pip install 'kvformat[hf]'") from error
     globals()[name] = value

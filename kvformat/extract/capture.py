@@ -66,19 +66,19 @@ def cache_argument(decoder: nn.Module) -> str:
     raise make_error("E303", f"{type(decoder).__name__} takes no K/V cache; use a decoder-only language model")
 
 
-def run_decoder(
-    call: Callable[..., Any],
-    cache: CaptureCache,
-    *,
-    argument: str,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
-) -> None:
-    """Run ``call`` on ``input_ids`` (int64 ``[batch, tokens]``) up to the layer at which ``cache`` stops."""
-    options: dict[str, Any] = {"input_ids": input_ids, "use_cache": True, argument: cache}
-    if position_ids is not None:
-        options["position_ids"] = position_ids
+def run_decoder(call: Callable[..., Any], cache: CaptureCache, *, argument: str, **inputs: Any) -> None:
+    """Run ``call`` on ``inputs``, its further arguments by name, up to the layer at which ``cache`` stops.
+
+    Parameters
+    ----------
+    call
+        Forward of a decoder.
+    argument
+        Name of the argument that takes the cache.
+    inputs
+        Such as ``input_ids`` and ``position_ids``, int64 ``[batch, tokens]``.
+    """
     try:
-        call(**options)
+        call(**inputs, use_cache=True, **{argument: cache})
     except LastLayerReachedError:
         return

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvformat.errors import make_error
 from kvformat.spec.context import QKNorm, Scalars, Sizes, real
 
-__all__ = ["FAMILIES", "Family", "activation", "family_of", "setting"]
+__all__ = ["DO_WITHOUT", "FAMILIES", "Family", "activation", "family_of", "setting"]
 
 Config = Any  # a transformers configuration: attributes only, read through `setting`
 _ACTIVATIONS = {
@@ -21,7 +21,7 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-_DO_WITHOUT = "extract with an unknown context instead (--unknown-context, context='unknown')"
+DO_WITHOUT = "extract with an unknown context instead (--unknown-context, context='unknown')"
 
 
 class Family(NamedTuple):
@@ -73,7 +73,7 @@ def setting(config: Config, name: str) -> Any:
         raise make_error(
             "E302",
             f"the configuration of {config.model_type!r} has no {name!r}, from which the context is derived; "
-            f"{_DO_WITHOUT}",
+            f"{DO_WITHOUT}",
         )
     return value
 
@@ -82,7 +82,7 @@ def activation(config: Config, family: Family) -> str:
     """Label of the activation function; E302 for one without a label here."""
     name = setting(config, family.activation)
     if name not in _ACTIVATIONS:
-        raise make_error("E302", f"activation {name!r} is unknown here; {_DO_WITHOUT}")
+        raise make_error("E302", f"activation {name!r} is unknown here; {DO_WITHOUT}")
     return _ACTIVATIONS[name]
 
 
@@ -99,7 +99,7 @@ def family_of(config: Config) -> Family:
         raise make_error(
             "E302",
             f"no context can be derived for models of type {config.model_type!r}, only for "
-            f"{', '.join(sorted(FAMILIES))}; {_DO_WITHOUT}",
+            f"{', '.join(sorted(FAMILIES))}; {DO_WITHOUT}",
         )
     for name, demanded in family.demands.items():
         found = getattr(config, name, None)
@@ -107,7 +107,7 @@ def family_of(config: Config) -> Family:
             raise make_error(
                 "E302",
                 f"{name} = {found!r} has no place in a context of family {config.model_type!r}, only {demanded!r} is "
-                f"known; {_DO_WITHOUT}",
+                f"known; {DO_WITHOUT}",
             )
     return family
 

@@ -62,22 +62,28 @@ def check_schema(dataset: Dataset, schema: Schema) -> None:
 
 
 def check_plan(dataset: Dataset, plan: Plan) -> None:
-    """Refuse unless a dataset holds just the documents of a plan, under the same names, in the same order; E118."""
+    """Refuse unless a dataset holds just the documents of a plan, under the same names, in the same order; E118.
+
+    Documents it lists as skipped may be missing.
+    """
     if dataset.text != plan.text:
         _differs(dataset, "its text became token ids by other rules")
-    if dataset.num_names != len(plan):
-        _differs(dataset, f"it has {dataset.num_names} names, the plan {len(plan)}")
-    following = 0
-    for planned in plan:
-        number = dataset.index.find_name(planned.name)
-        if number is None:
-            _differs(dataset, f"it has no record named {planned.name!r}")
-        elif dataset.index.document(number) != planned.digest:
-            _differs(dataset, f"its record {planned.name!r} is of another document")
-        elif not planned.repeated:
-            if number != following:
-                _differs(dataset, f"its record {planned.name!r} is number {number}, the plan says {following}")
-            following += 1
+    skipped = {one.name for one in dataset.manifest.skipped}
+    expected = plan.num_names - len(skipped - {one.name for one in plan.skipped})
+    if dataset.num_names != expected:
+        _differs(dataset, f"it has {dataset.num_names} names, the plan {expected}")
+    absent: set[int] = set()
+    for record, _, encoded in plan.names():
+        name = encoded.decode()
+        number = dataset.index.find_name(name)
+        if number is None and name in skipped:
+            absent.add(record)
+        elif number is None:
+            _differs(dataset, f"it has no record named {name!r}")
+        elif dataset.index.document(number) != plan.digest_of(record):
+            _differs(dataset, f"its record {name!r} is of another document")
+        elif number != record - len(absent):
+            _differs(dataset, f"its record {name!r} is number {number}, the plan says {record - len(absent)}")
 
 
 def check_comparable(dataset: Dataset, wanted: ContextKind) -> None:

@@ -1,114 +1,146 @@
-"""The whole job: documents file and model in, published dataset out."""
+"""The whole job of one worker: documents or a plan, and a model, in; a published dataset out."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal
 
-from msgspec.structs import replace
-
-from kvformat.errors import make_error
-from kvformat.extract.finished import check_context
-from kvformat.extract.options import ContextKind, ExtractionOptions, context_kind, documents_path, layer_numbers
-from kvformat.extract.plan import Plan, PlannedDocument
-from kvformat.extract.prepare import known_of, prepare, size_of
-from kvformat.extract.size import Estimate, require_space
-from kvformat.extract.staged import staged_nbytes
-from kvformat.extract.tag import Identified, Tag, model_name, staging_tag
+from kvformat.errors import DatasetExistsError, make_error
+from kvformat.extract.checkpoint import CheckpointSource
+from kvformat.extract.documents.opening import DocumentsSource
+from kvformat.extract.finished import check_context, check_plan, check_schema
+from kvformat.extract.identify import tag_of
+from kvformat.extract.options import (
+    ContextKind,
+    ModelOptions,
+    PlanOptions,
+    RayOptions,
+    SourceOptions,
+    TargetOptions,
+    WorkOptions,
+    context_kind,
+    layer_numbers,
+)
+from kvformat.extract.plan import Plan
+from kvformat.extract.prepare import PlanGiven, prepare, space_for
+from kvformat.extract.progress import Progress, Silent
+from kvformat.extract.reasoner import load_extractor, use_threads
+from kvformat.extract.size import require_space
+from kvformat.extract.worker import open_worker
+from kvformat.interfaces import Extractor
+from kvformat.loader.world import world_of
 from kvformat.read.dataset import Dataset
 from kvformat.read.opening import open_dataset
 from kvformat.spec.context import Context
-from kvformat.spec.digests import context_digest
-from kvformat.spec.layout import Layout
-from kvformat.storage.readers import Location
+from kvformat.spec.schema import Stage
+from kvformat.storage.readers import Location, remote_of
+from kvformat.storage.remote import Remote
 from kvformat.storage.remote_options import RemoteOptions
-from kvformat.write.create import create
-from kvformat.write.writer import Writer
+from kvformat.write.run import RunIdentity
 
-if TYPE_CHECKING:
-    import os
-
-    from kvformat.extract.hf import HuggingFaceExtractor
-    from kvformat.interfaces import Extractor
-
-__all__ = ["Phase", "Progress", "extract_plan", "run"]
-
-Phase = Literal["read", "load", "identify", "extract", "publish"]
-
-
-class Progress(Protocol):
-    """Told how a job gets on; by the thread that runs it."""
-
-    def phase(self, name: Phase, *, tokens: int = 0, nbytes: int = 0) -> None:
-        """A phase begins; ``extract`` says how many tokens and bytes of payload there will be.
-
-        ``load`` includes hashing the weights where a context is derived; ``identify`` is the same for an unknown one.
-        """
-
-    def advance(self, *, tokens: int, nbytes: int, computed: bool) -> None:
-        """A record is there; ``computed`` is False where an interrupted run had made it."""
-
-
-class _Silent:
-    def phase(self, name: Phase, *, tokens: int = 0, nbytes: int = 0) -> None:
-        """Say nothing."""
-
-    def advance(self, *, tokens: int, nbytes: int, computed: bool) -> None:
-        """Say nothing."""
+__all__ = ["extract_plan", "run", "source_given"]
 
 
 def run(
     *,
     model: str | os.PathLike[str],
-    documents: str | os.PathLike[str],
+    documents: DocumentsSource | None = None,
+    plan: PlanGiven | None = None,
     out: Location,
+    columns: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     remote_options: RemoteOptions | None = None,
     spool: str | os.PathLike[str] | None = None,
     revision: str | None = None,
+    checkpoint: CheckpointSource | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    adapter_mode: Literal["merge", "apply"] | None = None,
     dtype: str | None = None,
     compute_dtype: str | None = None,
     device: str = "cpu",
-    batch_size: int = 1,
     attn_implementation: str | None = None,
     layers: Sequence[int] | None = None,
+    key_stage: Stage = "attention",
+    quantise: str | None = None,
+    images: bool = False,
     shard_nbytes: int = 1 << 30,
+    order: Literal["given", "length"] = "given",
+    batch_size: int = 1,
+    batch_tokens: int | None = None,
+    accept_batches: bool = False,
     truncate: int | None = None,
+    too_long: Literal["refuse", "skip"] = "refuse",
     add_generation_prompt: bool = False,
     special_tokens: bool = True,
     context: ContextKind | Context = "derive",
+    rank: int | None = None,
+    world_size: int | None = None,
+    threads: int | None = None,
+    ray: RayOptions | None = None,
+    on_error: Literal["fail", "skip"] = "fail",
+    allow_skips: bool = False,
     allow_non_finite: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Dataset:
-    """Extract K and V of a model over a documents file and publish them.
+    """Extract K and V of a model over documents and publish them, alone or as one of several workers.
 
-    Interrupted, the same call resumes at the last finished shard; with other weights, or anything else that changes
-    the values, it begins anew beside what is staged. On a finished dataset it returns that, when plan and
-    context are equal; an unknown context equals nothing, so with one it refuses.
+    Workers need no connection to each other, only the same place to write to: each makes its share of the shards, then
+    what others have not begun, and returns once the dataset is published. Interrupted, the same call resumes: finished
+    shards are kept, whichever worker made them, and the number of workers may be another one. With other weights, or
+    anything else that changes the values, a single worker begins anew beside what is staged; several refuse. On a
+    finished dataset it returns that, when plan and context are equal; an unknown context equals nothing, so with one
+    it refuses.
 
     Parameters
     ----------
     model, revision
         Directory, or hub id and its branch, tag or commit.
-    documents
-        JSON Lines: objects with ``id`` and one of ``text``, ``messages``, ``token_ids``.
+    documents, columns
+        Where documents come from, see :func:`kvformat.extract.make_plan`: JSON Lines of objects with ``id`` and one of
+        ``text``, ``messages``, ``token_ids``; Parquet; a saved data set; a function; a documents file.
+    plan
+        In place of documents: a plan, or the directory it was saved in, which settles ``layers``, ``dtype``,
+        ``key_stage``, ``quantise``, ``images``, ``shard_nbytes``, ``order``, ``batch_size`` and ``batch_tokens``.
     out
         Where the dataset goes: local directory, ``file://`` URL, or URL of an object store such as
-        ``s3://bucket/dataset``.
+        ``s3://bucket/dataset``. For workers on several machines, a place that all of them reach.
     storage_options, remote_options, spool
         Of an object store; as for :func:`kvformat.create`.
-    dtype, compute_dtype, device, attn_implementation, layers, context
-        As for :meth:`kvformat.extract.HuggingFaceExtractor.load`.
-    batch_size
-        Most documents of one forward. Only neighbours of equal length are put together; nothing is padded. The last
-        bits of K and V depend on it.
+    checkpoint, adapter, adapter_mode, dtype, compute_dtype, device, attn_implementation, layers, key_stage, context
+        As for :meth:`kvformat.extract.HuggingFaceExtractor.load`. On ``"cuda"``, each process of a machine takes the
+        GPU of its ``LOCAL_RANK``, where the environment tells that.
+    quantise
+        Store in 8 bits, by a scheme of :class:`kvformat.extract.QuantisingExtractor`.
+    images
+        Documents may have images, which the model takes.
     shard_nbytes
         A shard closes before its data would exceed this many bytes.
-    truncate
+    order
+        Of the records within a shard: as the documents came (``given``), or by length, so that more go together.
+    batch_size, batch_tokens
+        Most documents, and most tokens, of one forward. Only documents of equal length are put together; nothing is
+        padded. It is tried at the start whether they get the bits they get alone; where not, they are computed alone,
+        with a warning (W007).
+    accept_batches
+        Compute documents together even so. It is recorded in the provenance.
+    truncate, too_long
         Keep the first ``truncate`` tokens of a longer document; without it, one beyond the model's positions is
-        refused.
+        refused, or left out and listed.
     add_generation_prompt, special_tokens
         As for :class:`kvformat.extract.tokenise.Tokeniser`.
+    rank, world_size
+        Which worker this is, of how many: by default ``RANK`` and ``WORLD_SIZE`` of the environment, else 0 of 1.
+    threads
+        Threads the model computes with on the CPU; the last bits of K and V depend on them.
+    ray
+        Have workers of a Ray cluster make the shards, a task a shard, in place of this process.
+    on_error
+        What becomes of a document that the model cannot take, or gives NaN for: ``"fail"``, or ``"skip"`` to go on
+        without it.
+    allow_skips
+        Publish although documents were skipped; the manifest lists them with the reasons.
     allow_non_finite
         Components that may hold NaN or infinities.
     progress
@@ -124,95 +156,121 @@ def run(
     UsageError
         E081.
     InputError
-        E300 to E306, E104.
+        E300 to E306, E308 to E310, E104.
+    DamageError
+        E307 for a plan.
+    ConflictError
+        E119 where documents were skipped and that is not allowed.
     StorageError
         E200 when space is short: before the model is loaded, and again where loading it shows that it continues less.
         E207 where ``out`` cannot be written to, E209 where an object store cannot commit, before anything is read.
     IdentityError
-        E118 where another dataset is at ``out``, or one that cannot be compared.
+        E118 where another dataset is at ``out``, or one that cannot be compared; E120 where other workers of this plan
+        have another model or other settings.
     """
-    options = ExtractionOptions(
-        model=str(model),
-        documents=documents_path(documents),
-        out=out,
-        storage_options=storage_options,
-        remote_options=remote_options,
-        spool=spool,
-        revision=revision,
-        dtype=dtype,
-        compute_dtype=compute_dtype,
-        device=device,
-        batch_size=batch_size,
-        attn_implementation=attn_implementation,
-        layers=layer_numbers(layers),
-        shard_nbytes=shard_nbytes,
+    source = source_given(
+        documents,
+        plan,
+        columns=columns,
         truncate=truncate,
+        too_long=too_long,
         add_generation_prompt=add_generation_prompt,
         special_tokens=special_tokens,
-        context=context_kind(context),
-        allow_non_finite=tuple(allow_non_finite),
     )
-    return _run(options, progress or _Silent())
+    world = world_of(rank, world_size)
+    return _run(
+        ModelOptions(
+            model=str(model),
+            revision=revision,
+            checkpoint=checkpoint,
+            adapter=None if adapter is None else str(adapter),
+            adapter_mode=adapter_mode,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+            device=_own_device(device),
+            attn_implementation=attn_implementation,
+            layers=layer_numbers(layers),
+            key_stage=key_stage,
+            quantise=quantise,
+            images=images,
+            context=context_kind(context),
+        ),
+        source,
+        PlanOptions(shard_nbytes=shard_nbytes, order=order, batch_size=batch_size, batch_tokens=batch_tokens),
+        TargetOptions(out=out, storage_options=storage_options, remote_options=remote_options, spool=spool),
+        WorkOptions(
+            world=world,
+            threads=threads,
+            accept_batches=accept_batches,
+            on_error=on_error,
+            allow_skips=allow_skips,
+            allow_non_finite=tuple(allow_non_finite),
+        ),
+        progress or Silent(),
+        ray,
+    )
 
 
-def _run(options: ExtractionOptions, report: Progress) -> Dataset:
-    target = options.target()
+def source_given(
+    documents: DocumentsSource | None, plan: PlanGiven | None, **options: Any
+) -> SourceOptions | PlanGiven:
+    """What was given of documents and plan, just one of which must be; ``options`` are those of documents.
+
+    Raises
+    ------
+    UsageError
+        E081.
+    """
+    if (documents is None) == (plan is None):
+        raise make_error("E081", "give either documents or a plan")
+    if plan is None:
+        assert documents is not None
+        return SourceOptions(documents=documents, **options)
+    if SourceOptions(documents="", **options) != SourceOptions(documents=""):
+        raise make_error("E081", "the documents of a plan are tokenised already: leave their options out")
+    return plan
+
+
+def _run(
+    model: ModelOptions,
+    source: SourceOptions | PlanGiven,
+    options: PlanOptions,
+    place: TargetOptions,
+    work: WorkOptions,
+    report: Progress,
+    ray: RayOptions | None,
+) -> Dataset:
+    target = place.target()
+    space = place.space(target)
+    several = work.world.size > 1
     report.phase("read")
-    described, plan, finished = prepare(options, target, probe=True)
-    known = known_of(described, options, context=options.context)
-    size: Estimate | None = None
-    if finished is None:
-        size = size_of(plan, described, options, target, known=known)
-        require_space(size, options.space(target))
+    ready = prepare(model, source, options, target, probe=True)
+    if ready.finished is None:
+        require_space(space_for(ready, place, target, in_work=several), space)
+        if ray is not None:
+            from kvformat.extract.ray_job import extract_with_ray
+
+            return extract_with_ray(ready, source, place, target, work, ray, report=report)
     report.phase("load")
-    extractor = _load(options, plan, described.revision)
-    if extractor.schema != described.schema:
-        raise make_error(
-            "E302", "the loaded model caches other shapes than its configuration promised", path=options.model
-        )
-    if finished is not None:
-        check_context(finished, extractor)
-        return finished
-    tag = Tag(
-        attn_implementation=extractor.provenance["attn_implementation"],
-        compute_dtype=described.compute_dtype,
-        context=options.context,
-        device=extractor.provenance["device"],
-        model=model_name(options.model),
-        revision=options.revision or "",
-    )
-    whole = _staging_tag(extractor, tag.encode(), report)
-    if size is not None:
+    use_threads(work.threads)
+    extractor = load_extractor(ready.model, ready.plan, revision=ready.revision)
+    if ready.finished is not None:
+        check_context(ready.finished, extractor)
+        return ready.finished
+
+    def before(run: RunIdentity) -> None:
         # Other weights continue nothing: what was counted above may have to be written again.
-        known = replace(known, context=context_digest(extractor.context).hex(), tag=whole)
-        require_space(replace(size, staged_nbytes=staged_nbytes(target, known)), options.space(target))
-    return _extract(
-        extractor,
-        plan,
-        target,
-        spool=options.spool,
-        batch_size=options.batch_size,
-        shard_nbytes=options.shard_nbytes,
-        tag=whole,
-        allow_non_finite=options.allow_non_finite,
-        report=report,
-    )
+        require_space(space_for(ready, place, target, key=run.key, in_work=several), space)
 
-
-def _load(options: ExtractionOptions, plan: Plan, revision: str | None) -> HuggingFaceExtractor:
-    from kvformat.extract.hf import HuggingFaceExtractor
-
-    return HuggingFaceExtractor.load(
-        options.model,
-        revision=revision,
-        dtype=options.dtype,
-        compute_dtype=options.compute_dtype,
-        device=options.device,
-        attn_implementation=options.attn_implementation,
-        layers=options.layers,
-        text=plan.text,
-        context=options.context,
-    )
+    tag = tag_of(extractor, ready.model)
+    try:
+        return _work(extractor, ready.plan, target, work, tag=tag, spool=place.spool, report=report, before=before)
+    except DatasetExistsError:  # other workers published it meanwhile
+        found = open_dataset(target)
+        check_schema(found, ready.plan.schema)
+        check_plan(found, ready.plan)
+        check_context(found, extractor)
+        return found
 
 
 def extract_plan(
@@ -221,9 +279,12 @@ def extract_plan(
     out: Location,
     *,
     spool: str | os.PathLike[str] | None = None,
-    batch_size: int = 1,
-    shard_nbytes: int = 1 << 30,
     tag: str = "",
+    rank: int | None = None,
+    world_size: int | None = None,
+    accept_batches: bool = False,
+    on_error: Literal["fail", "skip"] = "fail",
+    allow_skips: bool = False,
     allow_non_finite: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Dataset:
@@ -233,97 +294,45 @@ def extract_plan(
     ----------
     out
         As for :func:`run`; a :class:`~kvformat.storage.remote.Remote` for a URL with options of its own.
-    spool
-        As for :func:`kvformat.create`.
     tag
-        Part of the plan's identity: runs with different tags never continue each other. Where the context is unknown
+        Part of the run's identity: runs with different tags never continue each other. Where the context is unknown
         and the extractor has no ``values_digest``, nothing else keeps two models apart: name here what determines the
         values.
+    spool, rank, world_size, accept_batches, on_error, allow_skips, allow_non_finite, progress
+        As for :func:`run`.
 
     Raises
     ------
     KVFormatError
-        Whatever extractor and writer raise. Finished shards stay staged, and the same call resumes.
+        Whatever extractor and storage raise. Finished shards stay staged, and the same call resumes.
     """
-    report = progress or _Silent()
-    return _extract(
+    return _work(
         extractor,
         plan,
-        out,
+        remote_of(out),
+        WorkOptions(
+            world=world_of(rank, world_size),
+            accept_batches=accept_batches,
+            on_error=on_error,
+            allow_skips=allow_skips,
+            allow_non_finite=tuple(allow_non_finite),
+        ),
+        tag=tag,
         spool=spool,
-        batch_size=batch_size,
-        shard_nbytes=shard_nbytes,
-        tag=_staging_tag(extractor, tag, report),
-        allow_non_finite=allow_non_finite,
-        report=report,
+        report=progress or Silent(),
     )
 
 
-def _staging_tag(extractor: Extractor, tag: str, report: Progress) -> str:
-    if extractor.context.kind == "unknown" and isinstance(extractor, Identified):
-        report.phase("identify")
-    return staging_tag(extractor, tag)
-
-
-def _extract(
-    extractor: Extractor,
-    plan: Plan,
-    out: Location,
-    *,
-    spool: str | os.PathLike[str] | None,
-    batch_size: int,
-    shard_nbytes: int,
-    tag: str,
-    allow_non_finite: Collection[str],
-    report: Progress,
+def _work(
+    extractor: Extractor, plan: Plan, target: Path | Remote, work: WorkOptions, *, report: Progress, **more: Any
 ) -> Dataset:
-    layout = Layout(extractor.schema)
-    lengths = list(plan.records())
-    report.phase("extract", tokens=sum(lengths), nbytes=sum(layout.place((length,)).nbytes for length in lengths))
-    with create(
-        out,
-        schema=extractor.schema,
-        context=extractor.context,
-        text=plan.text,
-        provenance=extractor.provenance,
-        files=extractor.files,
-        shard_nbytes=shard_nbytes,
-        resume=True,
-        tag=tag,
-        spool=spool,
-        allow_non_finite=allow_non_finite,
-    ) as writer:
-        pending: list[PlannedDocument] = []
-        for planned in plan:
-            if pending and (planned.repeated or len(pending) == batch_size or _tokens(planned) != _tokens(pending[0])):
-                _flush(extractor, writer, pending, layout, report)
-            if not pending and writer.replay(planned.name, planned.document):
-                if not planned.repeated:
-                    _advance(report, layout, planned, computed=False)
-            else:
-                pending.append(planned)
-        _flush(extractor, writer, pending, layout, report)
-        report.phase("publish")
-    return open_dataset(out)
+    with open_worker(extractor, plan, target, work, report=report, **more) as worker:
+        worker.make()
+        worker.publish()
+    return open_dataset(target)
 
 
-def _flush(
-    extractor: Extractor, writer: Writer, pending: list[PlannedDocument], layout: Layout, report: Progress
-) -> None:
-    """Compute and add what is pending."""
-    if not pending:
-        return
-    extracted = extractor.extract([planned.document for planned in pending])
-    for planned, found in zip(pending, extracted, strict=True):
-        writer.add(planned.name, found.components, document=planned.document, extras=found.extras)
-        _advance(report, layout, planned, computed=True)
-    pending.clear()
-
-
-def _advance(report: Progress, layout: Layout, planned: PlannedDocument, *, computed: bool) -> None:
-    tokens = planned.document.num_tokens
-    report.advance(tokens=tokens, nbytes=layout.place((tokens,)).nbytes, computed=computed)
-
-
-def _tokens(planned: PlannedDocument) -> int:
-    return planned.document.num_tokens
+def _own_device(device: str) -> str:
+    """The device of this process: of several on one machine, each has a GPU of its own."""
+    local = os.environ.get("LOCAL_RANK", "")
+    return f"cuda:{int(local)}" if device == "cuda" and local.isdigit() else device

@@ -11,48 +11,95 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from kvformat.errors import make_error
+from kvformat.extract.checkpoint import CheckpointSource
+from kvformat.extract.documents.opening import DocumentsSource
+from kvformat.extract.schemes import scheme_named
+from kvformat.loader.world import World
 from kvformat.spec import limits
 from kvformat.spec.context import Context
+from kvformat.spec.schema import Stage
 from kvformat.storage.readers import Location, remote_of
 from kvformat.storage.remote import Remote
 from kvformat.storage.remote_options import RemoteOptions
 from kvformat.write.spool import spool_directory
 
-__all__ = ["ContextKind", "ExtractionOptions", "context_kind", "documents_path", "layer_numbers"]
+__all__ = [
+    "ContextKind",
+    "ModelOptions",
+    "PlanOptions",
+    "RayOptions",
+    "SourceOptions",
+    "TargetOptions",
+    "WorkOptions",
+    "context_kind",
+    "layer_numbers",
+]
 
 ContextKind = Literal["derive", "unknown"]
 
 
-class ExtractionOptions(Struct, frozen=True, kw_only=True):
-    """What :func:`kvformat.extract.run` was asked for; its parameters say what each option means.
+class ModelOptions(Struct, frozen=True, kw_only=True):
+    """What computes keys and values, and which of them; :func:`kvformat.extract.run` says what each option means.
 
-    :func:`kvformat.extract.estimate` leaves those at their defaults that change no size.
+    ``images``: whether documents may have images, which needs a model that takes them.
 
     Raises
     ------
     UsageError
-        E081 for a value out of range, before anything is read.
+        E081 for a value that makes no sense, before anything is read.
     """
 
     model: str
-    documents: Path
-    out: Location
-    storage_options: Mapping[str, Any] | None
-    remote_options: RemoteOptions | None
-    spool: str | os.PathLike[str] | None
-    revision: str | None
-    dtype: str | None
-    compute_dtype: str | None
-    layers: tuple[int, ...] | None
-    shard_nbytes: int
-    truncate: int | None
-    add_generation_prompt: bool
-    special_tokens: bool
+    revision: str | None = None
+    dtype: str | None = None
+    compute_dtype: str | None = None
     device: str = "cpu"
-    batch_size: int = 1
     attn_implementation: str | None = None
+    layers: tuple[int, ...] | None = None
+    key_stage: Stage = "attention"
+    quantise: str | None = None
+    images: bool = False
+    checkpoint: CheckpointSource | None = None
+    adapter: str | None = None
+    adapter_mode: Literal["merge", "apply"] | None = None
     context: ContextKind = "derive"
-    allow_non_finite: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.quantise is not None:
+            scheme_named(self.quantise)
+        if self.images and (self.checkpoint is not None or self.adapter is not None):
+            raise make_error(
+                "E081",
+                "a model that takes images is loaded as it was saved: merge the checkpoint or the adapter into it, "
+                "and save that",
+            )
+
+
+class SourceOptions(Struct, frozen=True, kw_only=True):
+    """Which documents there are, and how they become token ids."""
+
+    documents: DocumentsSource
+    columns: Mapping[str, str] | None = None
+    truncate: int | None = None
+    too_long: Literal["refuse", "skip"] = "refuse"
+    add_generation_prompt: bool = False
+    special_tokens: bool = True
+
+
+class PlanOptions(Struct, frozen=True, kw_only=True):
+    """What goes into one shard and into one forward.
+
+    Raises
+    ------
+    UsageError
+        E081 for a value out of range.
+    """
+
+    shard_nbytes: int = 1 << 30
+    shard_slots: int = 1024
+    order: Literal["given", "length"] = "given"
+    batch_size: int = 1
+    batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -60,13 +107,54 @@ class ExtractionOptions(Struct, frozen=True, kw_only=True):
         if not 1 <= self.shard_nbytes <= limits.MAX_FILE_NBYTES:
             raise make_error("E081", f"shard_nbytes must be 1 to 2^48-1, found {self.shard_nbytes}")
 
+
+class TargetOptions(Struct, frozen=True, kw_only=True):
+    """Where the dataset goes."""
+
+    out: Location
+    storage_options: Mapping[str, Any] | None = None
+    remote_options: RemoteOptions | None = None
+    spool: str | os.PathLike[str] | None = None
+
     def target(self) -> Path | Remote:
-        """The directory or the object store the dataset goes to; E081, E206 where it is neither."""
+        """The directory or the object store; E081, E206 where it is neither."""
         return remote_of(self.out, storage_options=self.storage_options, remote_options=self.remote_options)
 
     def space(self, target: Path | Remote) -> Path:
         """Where disk space is needed: for the dataset, or for shards that wait for their upload."""
         return target if isinstance(target, Path) else spool_directory(self.spool)
+
+
+class WorkOptions(Struct, frozen=True, kw_only=True):
+    """How one worker goes about it.
+
+    Raises
+    ------
+    UsageError
+        E081 for a value out of range.
+    """
+
+    world: World = World(0, 1)
+    threads: int | None = None
+    accept_batches: bool = False
+    on_error: Literal["fail", "skip"] = "fail"
+    allow_skips: bool = False
+    allow_non_finite: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise make_error("E081", f"threads must be at least 1, found {self.threads}")
+        if self.on_error not in ("fail", "skip"):
+            raise make_error("E081", f"on_error must be 'fail' or 'skip', found {self.on_error!r}")
+
+
+class RayOptions(Struct, frozen=True, kw_only=True):
+    """A Ray cluster whose workers make the shards; see :func:`kvformat.extract.ray_engine.run_with_ray`."""
+
+    address: str | None = None
+    num_workers: int | None = None
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
 
 
 def context_kind(context: object) -> ContextKind:
@@ -94,13 +182,3 @@ def layer_numbers(layers: object) -> tuple[int, ...] | None:
         raise make_error(
             "E081", f"layers must be integers such as [0, 1, 12] or range(4), found {layers!r:.80}"
         ) from None
-
-
-def documents_path(documents: object) -> Path:
-    """The documents file. E081 for anything but a path, such as the documents themselves."""
-    if not isinstance(documents, str | os.PathLike) or not isinstance(os.fspath(documents), str):
-        raise make_error(
-            "E081",
-            f"documents must be the path of a JSON Lines file, found {documents!r:.80}; write one JSON object a line",
-        )
-    return Path(documents)

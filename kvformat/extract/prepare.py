@@ -2,38 +2,66 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from kvformat.errors import make_error
+from kvformat.extract.documents.opening import DocumentsSource
 from kvformat.extract.finished import check_comparable, check_plan, check_schema, check_target
-from kvformat.extract.options import ExtractionOptions, documents_path, layer_numbers
-from kvformat.extract.plan import Plan, make_plan
-from kvformat.extract.size import Estimate, estimate_size
-from kvformat.extract.staged import Known, staged_nbytes
-from kvformat.extract.tag import model_name
-from kvformat.extract.tokenise import Tokeniser
+from kvformat.extract.options import ModelOptions, PlanOptions, SourceOptions, TargetOptions, layer_numbers
+from kvformat.extract.plan import Plan, make_plan, open_plan
+from kvformat.extract.reasoner import describe_reasoner, load_tokeniser, options_of_plan
+from kvformat.extract.size import Estimate, Space, space_of
+from kvformat.extract.staged import staged_nbytes
+from kvformat.spec.schema import Stage
 from kvformat.storage.readers import Location
 from kvformat.storage.remote import Remote
 from kvformat.storage.remote_options import RemoteOptions
 
 if TYPE_CHECKING:
-    import os
-
     from kvformat.extract.hf import Description
     from kvformat.read.dataset import Dataset
 
-__all__ = ["estimate", "known_of", "prepare", "size_of"]
+__all__ = ["PlanGiven", "Prepared", "estimate", "plan_documents", "prepare", "space_for"]
+
+PlanGiven = str | os.PathLike[str] | Plan
+"""A plan, or the directory of one."""
+
+
+class Prepared(NamedTuple):
+    """What an extraction goes by.
+
+    Attributes
+    ----------
+    model
+        Its options, with those the plan settled.
+    revision
+        Commit of a hub id, where it was found out; else as given.
+    plan
+        What is to be made.
+    finished
+        The dataset of that plan, where it is there already.
+    described
+        The model; None where a plan was given, which was made with a description.
+    """
+
+    model: ModelOptions
+    revision: str | None
+    plan: Plan
+    finished: Dataset | None
+    described: Description | None
 
 
 def estimate(
     *,
     model: str | os.PathLike[str],
-    documents: str | os.PathLike[str],
+    documents: DocumentsSource,
     out: Location,
+    columns: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     remote_options: RemoteOptions | None = None,
     spool: str | os.PathLike[str] | None = None,
@@ -41,15 +69,22 @@ def estimate(
     dtype: str | None = None,
     compute_dtype: str | None = None,
     layers: Sequence[int] | None = None,
+    key_stage: Stage = "attention",
+    quantise: str | None = None,
+    images: bool = False,
     shard_nbytes: int = 1 << 30,
+    order: Literal["given", "length"] = "given",
+    batch_size: int = 1,
+    batch_tokens: int | None = None,
     truncate: int | None = None,
+    too_long: Literal["refuse", "skip"] = "refuse",
     add_generation_prompt: bool = False,
     special_tokens: bool = True,
 ) -> Estimate:
     """Size of what :func:`run` would write with the same arguments. Reads configuration and tokenizer, no weights.
 
-    Without the weights it cannot be told for certain which staged work a run would continue. Counted is what agrees in
-    everything else, and of several such plans the one with the least.
+    Without the weights it cannot be told for certain which staged work a run would continue. Counted is what is of
+    the same plan, and of several such runs the one with the least.
 
     Raises
     ------
@@ -62,91 +97,112 @@ def estimate(
     IdentityError
         E118 where another dataset is at ``out``, or one of an unknown context.
     """
-    options = ExtractionOptions(
-        model=str(model),
-        documents=documents_path(documents),
-        out=out,
-        storage_options=storage_options,
-        remote_options=remote_options,
-        spool=spool,
-        revision=revision,
-        dtype=dtype,
-        compute_dtype=compute_dtype,
-        layers=layer_numbers(layers),
-        shard_nbytes=shard_nbytes,
-        truncate=truncate,
-        add_generation_prompt=add_generation_prompt,
-        special_tokens=special_tokens,
+    place = TargetOptions(out=out, storage_options=storage_options, remote_options=remote_options, spool=spool)
+    target = place.target()
+    ready = prepare(
+        ModelOptions(
+            model=str(model),
+            revision=revision,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+            layers=layer_numbers(layers),
+            key_stage=key_stage,
+            quantise=quantise,
+            images=images,
+        ),
+        SourceOptions(
+            documents=documents,
+            columns=columns,
+            truncate=truncate,
+            too_long=too_long,
+            add_generation_prompt=add_generation_prompt,
+            special_tokens=special_tokens,
+        ),
+        PlanOptions(shard_nbytes=shard_nbytes, order=order, batch_size=batch_size, batch_tokens=batch_tokens),
+        target,
     )
-    target = options.target()
-    described, plan, finished = prepare(options, target)
-    size = size_of(plan, described, options, target, known=known_of(described, options))
-    return replace(size, finished=finished is not None)
+    plan, described = ready.plan, ready.described
+    assert described is not None, "a source was given"
+    return Estimate(
+        **structs.asdict(space_for(ready, place, target)),
+        documents=plan.num_names,
+        records=plan.num_records,
+        tokens=plan.num_tokens,
+        longest=plan.longest,
+        shards=plan.num_shards,
+        groups=plan.num_groups,
+        family=described.family,
+        compute_dtype=described.compute_dtype,
+        schema=plan.schema,
+    )
 
 
 def prepare(
-    options: ExtractionOptions, target: Path | Remote, *, probe: bool = False
-) -> tuple[Description, Plan, Dataset | None]:
-    """Description of the model, plan of the documents, and the dataset of that plan where it is finished already.
+    model: ModelOptions,
+    source: SourceOptions | PlanGiven,
+    options: PlanOptions,
+    target: Path | Remote,
+    *,
+    probe: bool = False,
+) -> Prepared:
+    """Open the plan, or make it; and look whether its dataset is there already.
 
-    With ``probe`` an object store is tried first, see :func:`kvformat.extract.finished.check_target`. Errors as for
-    :func:`estimate`; what can be refused with little work is refused first.
+    With ``probe`` an object store is tried first, see :func:`kvformat.extract.finished.check_target`. What can be
+    refused with little work is refused first.
+
+    Raises
+    ------
+    KVFormatError
+        As for :func:`estimate`; E307 where a plan is damaged.
     """
-    try:
-        from kvformat.extract.hf import check_device, describe
-    except ModuleNotFoundError as error:
-        raise make_error("E205", f"extraction needs {error.name}: pip install 'kvformat[hf]'") from error
-    check_device(options.device)
     finished = check_target(target, probe=probe)
-    described = describe(
-        options.model,
-        revision=options.revision,
-        layers=options.layers,
-        dtype=options.dtype,
-        compute_dtype=options.compute_dtype,
-    )
-    if finished is not None:
-        check_schema(finished, described.schema)
-    tokeniser = Tokeniser.load(
-        options.model,
-        revision=described.revision,
-        special_tokens=options.special_tokens,
-        add_generation_prompt=options.add_generation_prompt,
-        truncate=options.truncate,
-        max_tokens=described.max_tokens,
-        vocab_size=described.vocab_size,
-    )
-    plan = make_plan(options.documents, tokeniser)
+    described = None
+    if isinstance(source, SourceOptions):
+        described = describe_reasoner(model)
+        if finished is not None:
+            check_schema(finished, described.schema)
+        plan = plan_documents(described, model, source, options)
+        revision = described.revision
+    else:
+        plan = source if isinstance(source, Plan) else open_plan(source)
+        model, revision = options_of_plan(model, plan), model.revision
+        if options != PlanOptions():
+            raise make_error("E081", "a plan has settled shards and batches: leave their options out")
+        if finished is not None:
+            check_schema(finished, plan.schema)
     if finished is not None:
         check_plan(finished, plan)
-        check_comparable(finished, options.context)
-    return described, plan, finished
+        check_comparable(finished, model.context)
+    return Prepared(model, revision, plan, finished, described)
 
 
-def known_of(described: Description, options: ExtractionOptions, **more: str) -> Known:
-    """What is known of a run's plan before the model is loaded; ``more`` members of its tag."""
-    tag = {
-        "compute_dtype": described.compute_dtype,
-        "model": model_name(options.model),
-        "revision": options.revision or "",
-        **more,
-    }
-    return Known(schema=described.schema, shard_nbytes=options.shard_nbytes, members=tag)
-
-
-def size_of(
-    plan: Plan, described: Description, options: ExtractionOptions, target: Path | Remote, *, known: Known
-) -> Estimate:
-    """Size of the dataset of a plan."""
-    return estimate_size(
-        plan.records(),
-        documents=len(plan),
-        name_nbytes=plan.name_nbytes,
+def plan_documents(
+    described: Description, model: ModelOptions, source: SourceOptions, options: PlanOptions, **more: Any
+) -> Plan:
+    """The plan of a source; ``more`` as :func:`make_plan` takes it."""
+    return make_plan(
+        source.documents,
+        load_tokeniser(described, model, source),
         schema=described.schema,
-        out=options.space(target),
         shard_nbytes=options.shard_nbytes,
-        staged_nbytes=staged_nbytes(target, known),
+        shard_slots=options.shard_slots,
+        order=options.order,
+        batch_size=options.batch_size,
+        batch_tokens=options.batch_tokens,
+        columns=source.columns,
+        too_long=source.too_long,
+        **more,
+    )
+
+
+def space_for(
+    ready: Prepared, place: TargetOptions, target: Path | Remote, *, key: str | None = None, in_work: bool = False
+) -> Space:
+    """What the dataset needs and the disk has; ``key`` of the run once it is known."""
+    return space_of(
+        ready.plan,
+        place.space(target),
+        staged_nbytes=staged_nbytes(target, ready.plan.digest, key=key, in_work=in_work),
         spooled=not isinstance(target, Path),
-        family=described.family,
-        compute_dtype=described.compute_dtype,
+        finished=ready.finished is not None,
     )

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.extract.capture import CaptureCache, cache_argument, run_decoder
+from kvformat.extract.key_stages import KeyStages
 from kvformat.extract.watch import ProductWatch, is_latent
 
 __all__ = ["LayerForm", "Probe", "probe", "reachable_state"]
@@ -44,7 +45,12 @@ class Probe(NamedTuple):
 
 
 def probe(
-    decoder: nn.Module, layers: Sequence[int], *, latent: tuple[int, int] | None = None, watch: bool = True
+    decoder: nn.Module,
+    layers: Sequence[int],
+    *,
+    latent: tuple[int, int] | None = None,
+    watch: bool = True,
+    stages: KeyStages | None = None,
 ) -> Probe:
     """Run ``decoder`` on a few tokens and look.
 
@@ -58,12 +64,15 @@ def probe(
         Widths of the compressed latent and the shared rotary key, for a model that caches those in place of K and V.
     watch
         Whether values are looked at and the graph is walked; without it the decoder may be on the ``meta`` device.
+    stages
+        Verified, and gives the keys that are wanted in place of the cached ones; needs ``watch``.
 
     Raises
     ------
     InputError
-        E302 for a model whose cache is not what its attention consumes, that keeps other state, or whose early tokens
-        see later ones; E303 where a wanted layer never writes the cache, or where rows are missing.
+        E302 for a model whose cache is not what its attention consumes, that keeps other state, whose early tokens
+        see later ones, or whose keys of an earlier stage do not become the cached ones by the known steps; E303 where
+        a wanted layer never writes the cache, or where rows are missing.
     """
     last = layers[-1]
     taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -71,6 +80,9 @@ def probe(
 
     def sink(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         taken[layer] = (key, value)
+        if stages is not None:
+            stages.verify(layer, key, value)
+            taken[layer] = stages.take(layer, key, value)
         if product is not None:
             product.expect(layer, key, value)
 
@@ -86,6 +98,7 @@ def probe(
             torch.inference_mode(mode=False),
             torch.set_grad_enabled(watch),
             _embedding_output(decoder) as embedded,
+            nullcontext() if stages is None else stages.watching(),
             product or nullcontext(),
         ):
             run_decoder(_caller(decoder, leaves), cache, argument=argument, input_ids=ids)

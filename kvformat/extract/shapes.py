@@ -21,7 +21,7 @@ class Slot(NamedTuple):
     row: int
 
 
-def cached_schema(forms: Mapping[int, LayerForm], *, dtype: str) -> Schema:
+def cached_schema(forms: Mapping[int, LayerForm], *, dtype: str, key_stage: Stage = "attention") -> Schema:
     """Schema of records whose layers have these forms, ``token_ids`` beside them.
 
     Layers of one form share a pair of components: ``k`` and ``v`` where all layers agree, else ``k0``, ``v0``, ``k1``
@@ -33,18 +33,21 @@ def cached_schema(forms: Mapping[int, LayerForm], *, dtype: str) -> Schema:
         By model layer, ascending.
     dtype
         Storage dtype: BF16, F16 or F32.
+    key_stage
+        Stage of the keys. What attention consumes of a latent is the normed one.
     """
+    latent_stage: Stage = "raw" if key_stage == "raw" else "normed"
     components: list[Component] = []
     for number, (form, layers) in enumerate(_groups(forms)):
         first, second = _names(form, number if len(set(forms.values())) > 1 else None)
         if form.latent:
             components += [
-                _component(first, "latent", layers, _width_axes("rank", form.key), dtype, "normed"),
-                _component(second, "rope_key", layers, _width_axes("rope_dim", form.value), dtype, "attention"),
+                _component(first, "latent", layers, _width_axes("rank", form.key), dtype, latent_stage),
+                _component(second, "rope_key", layers, _width_axes("rope_dim", form.value), dtype, key_stage),
             ]
         else:
             components += [
-                _component(first, "key", layers, _head_axes(form.key), dtype, "attention"),
+                _component(first, "key", layers, _head_axes(form.key), dtype, key_stage),
                 _component(second, "value", layers, _head_axes(form.value), dtype, None),
             ]
     return Schema(dims=("tokens",), components=tuple(components), extras=(TOKEN_IDS,), shared=())

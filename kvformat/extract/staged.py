@@ -1,92 +1,53 @@
-"""What an interrupted run left that this one will not have to write again."""
+"""What earlier workers of a plan left that need not be written again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
 from pathlib import Path
 
-from msgspec import Struct
-
-from kvformat.errors import KVFormatError
-from kvformat.extract.tag import members
-from kvformat.spec import canonical, limits
-from kvformat.spec.digests import schema_digest
-from kvformat.spec.layout import Layout
-from kvformat.spec.schema import Schema
 from kvformat.storage.remote import Remote
-from kvformat.write.staging import Plan, stagings
+from kvformat.write.workshop import find_runs
 
-__all__ = ["SHARD_SLOTS", "Known", "staged_nbytes"]
+__all__ = ["staged_nbytes"]
 
-SHARD_SLOTS = 1024
-"""Records of a shard, as the writer has it where nothing else is asked for."""
-
-
-class Known(Struct, frozen=True, kw_only=True):
-    """What is known of the plan of a run. Before the model is loaded, that is not all of it.
-
-    Attributes
-    ----------
-    members
-        Of the tag, those that are known.
-    context, tag
-        Digest and whole tag, once the model is loaded; None before.
-    """
-
-    schema: Schema
-    shard_nbytes: int
-    members: Mapping[str, str]
-    context: str | None = None
-    tag: str | None = None
-
-    def agrees(self, plan: Plan) -> bool:
-        """Whether nothing speaks against the plan of a staging directory being this run's."""
-        mine = Plan(
-            context=plan.context if self.context is None else self.context,
-            header_size=Layout(self.schema).header_size(limits.VERSION, SHARD_SLOTS),
-            schema=schema_digest(self.schema).hex(),
-            shard_nbytes=self.shard_nbytes,
-            shard_slots=SHARD_SLOTS,
-            tag=plan.tag if self.tag is None else self.tag,
-            version=limits.VERSION,
-        )
-        return plan == mine and self.members.items() <= members(plan.tag).items()
+_SHARD = re.compile(r"([0-9]{8})-[0-9a-f]{16}\.shard")
+_PART = re.compile(r"[0-9]{8}\.[0-9a-f]{8}\.part")
 
 
-def staged_nbytes(target: Path | Remote, known: Known) -> int:
-    """Bytes of the finished shards that a run will find staged at its target, and need not have space for again.
+def staged_nbytes(target: Path | Remote, plan: str, *, key: str | None = None, in_work: bool = False) -> int:
+    """Bytes of the finished shards that a run will find at its target, and need not have space for again.
 
     In an object store nothing is counted: the space a run needs here is that of its spool, whatever is there. Of
-    several plans that agree, the run can be of one only: the one with the least counts, so that too much space may be
-    asked for, and never too little.
+    several runs of the plan it can be one only: the one with the least counts, so that too much space may be asked
+    for, and never too little.
+
+    Parameters
+    ----------
+    plan, key
+        Digest of the plan; and key of the run, once the model is loaded.
+    in_work
+        Count shards that live workers have in work as well: their bytes are on the disk already.
     """
     if not isinstance(target, Path):
         return 0
-    found: dict[str, tuple[int, int]] = {}
-    for path in stagings(target):
-        plan = _plan(path)
-        if plan is not None and path.name.startswith(plan.digest) and known.agrees(plan):
-            # Of several directories of one plan the run continues the one that got furthest.
-            found[plan.digest] = max(found.get(plan.digest, (0, 0)), _finished(path))
-    return min((nbytes for _, nbytes in found.values()), default=0)
+    found = [
+        _nbytes(one.place, in_work=in_work)
+        for one in find_runs(target)
+        if isinstance(one.place, Path) and one.run.plan == plan and key in (None, one.run.key)
+    ]
+    return min(found, default=0)
 
 
-def _plan(path: Path) -> Plan | None:
+def _nbytes(staging: Path, *, in_work: bool) -> int:
+    total = 0
     try:
-        return canonical.convert(canonical.decode((path / "plan.json").read_bytes()), Plan)
-    except (KVFormatError, OSError):  # unfinished or damaged: no run continues it
-        return None
-
-
-def _finished(path: Path) -> tuple[int, int]:
-    """Number and bytes of the shards from 0 on with a receipt beside them; what stands beyond a gap is not used."""
-    count = nbytes = 0
-    while True:
-        shard = path / f"{count:08d}.shard"
-        if not shard.with_suffix(".json").exists():
-            return count, nbytes
-        try:
-            nbytes += shard.stat().st_size
-        except FileNotFoundError:
-            return count, nbytes
-        count += 1
+        with os.scandir(staging) as entries:
+            names = {entry.name: entry for entry in entries}
+        for name, entry in names.items():
+            match = _SHARD.fullmatch(name)
+            if (match is not None and f"{match[1]}.json" in names) or (in_work and _PART.fullmatch(name)):
+                total += entry.stat().st_size
+    except FileNotFoundError:  # its workers go on
+        return total
+    return total

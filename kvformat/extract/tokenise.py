@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvformat.errors import KVFormatError, make_error
-from kvformat.extract.sources import Kind, Message, Source
+from kvformat.extract.documents.source import Kind, Message, Source
 from kvformat.spec.context import Canary, Text
 from kvformat.spec.document import Document
 
@@ -106,49 +110,69 @@ class Tokeniser:
         return made
 
     def document(self, source: Source, *, path: object = None) -> Document:
-        """Document of a source.
+        """Document of one source; see :meth:`documents`.
 
         Raises
         ------
         InputError
-            E300 no tokens, or an id beyond the vocabulary; E301 longer than the model's positions; E305 no tokenizer,
-            no chat template, or BOS doubled.
+            E300, E301, E305.
         """
-        if source.token_ids is not None:
-            ids = list(source.token_ids)
-        elif source.messages is not None:
-            ids = self._encode_messages(source, path)
-        else:
-            ids = self._encode_text(source, path)
-        if not ids:
-            raise make_error(
-                "E300",
-                f"line {source.line}: the text has no tokens; give an empty caption a token of its own, with special "
-                'tokens or as {"token_ids": [BOS]}',
-                path=path,
-                record=source.id,
-            )
-        if self._vocab_size is not None and max(ids) >= self._vocab_size:
-            raise make_error(
-                "E300",
-                f"line {source.line}: token id {max(ids)} is beyond the model's vocabulary of {self._vocab_size}",
-                path=path,
-                record=source.id,
-            )
-        if self._truncate is not None:
-            ids = ids[: self._truncate]
-        if self._max_tokens is not None and len(ids) > self._max_tokens:
-            raise make_error(
-                "E301",
-                f"line {source.line}: {len(ids)} tokens, but the model has {self._max_tokens} positions; shorten the "
-                f"document or truncate it on request (--truncate {self._max_tokens})",
-                path=path,
-                record=source.id,
-            )
-        try:
-            return Document.of(ids)
-        except KVFormatError as error:
-            raise make_error("E300", f"line {source.line}: {error.message}", path=path, record=source.id) from error
+        (found,) = self.documents([source], path=path)
+        if isinstance(found, KVFormatError):
+            raise found
+        return found
+
+    def documents(self, sources: Sequence[Source], *, path: object = None) -> list[Document | KVFormatError]:
+        """Documents of some sources, in order, or what is wrong with them. Threads may call this at the same time.
+
+        Texts are encoded in one call, which fast tokenizers do on several cores, without the interpreter's lock. What
+        the ids of one are does not depend on the others.
+
+        Parameters
+        ----------
+        path
+            Where the sources come from, for messages.
+
+        Returns
+        -------
+        list
+            Documents, and in place of one that cannot be: E300 no tokens, or an id beyond the vocabulary; E301 longer
+            than the model's positions; E305 no tokenizer, no chat template, or BOS doubled.
+        """
+        found: list[Document | KVFormatError | None] = [None] * len(sources)
+        waiting: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
+        for number, source in enumerate(sources):
+            try:
+                if source.token_ids is not None:
+                    found[number] = self._checked(source, source.token_ids, path)
+                elif source.messages is not None:
+                    # A chat template writes the special tokens itself.
+                    waiting[False].append((number, self._render(source, path)))
+                else:
+                    self._require(source, path)
+                    waiting[self._special_tokens].append((number, source.text or ""))
+            except KVFormatError as error:
+                found[number] = error
+        for special, texts in waiting.items():
+            encoded = self._encode([text for _, text in texts], special_tokens=special)
+            for (number, _), ids in zip(texts, encoded, strict=True):
+                try:
+                    if sources[number].text is not None:
+                        self._refuse_doubled(sources[number], ids, path)
+                    found[number] = self._checked(sources[number], ids, path)
+                except KVFormatError as error:
+                    found[number] = error
+        return [one for one in found if one is not None]
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Positions of the model; None where there is no limit."""
+        return self._max_tokens
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids are below; None where nobody knows."""
+        return self._vocab_size
 
     def takes(self, kind: Kind) -> bool:
         """Whether documents of a kind can be turned at all: text needs a tokenizer, messages a template besides."""
@@ -178,21 +202,83 @@ class Tokeniser:
             truncate=truncate,
         )
 
-    def _encode_text(self, source: Source, path: object) -> list[int]:
-        tokenizer = self._require(source, path)
-        ids: list[int] = tokenizer(source.text, add_special_tokens=self._special_tokens, truncation=False)["input_ids"]
-        bos = tokenizer.bos_token_id
-        if self._special_tokens and bos is not None and ids[:2] == [bos, bos]:
-            raise make_error(
-                "E305",
-                f"line {source.line}: the text begins with {tokenizer.bos_token!r} and the tokenizer adds another; "
-                "take it out of the text or turn special tokens off (--no-special-tokens)",
-                path=path,
-                record=source.id,
-            )
-        return ids
+    def difference(self, text: Text) -> str | None:
+        """What tells that documents were tokenised by another tokenizer or template than this one, or None.
 
-    def _encode_messages(self, source: Source, path: object) -> list[int]:
+        Nothing is found where no text was tokenised, or where there is no tokenizer to compare with.
+        """
+        if text.canary is None or self._tokenizer is None:
+            return None
+        if text.tokenizer != tokenizer_digest(self._tokenizer):
+            return "their text was tokenised by another tokenizer than the model's"
+        (ids,) = self._encode([text.canary.text], special_tokens=bool(text.special_tokens))
+        if tuple(ids) != text.canary.token_ids:
+            return "the canary has other ids with the model's tokenizer"
+        if text.chat_template is not None:
+            try:
+                template = hashlib.sha256(self._template(None, None).encode()).hexdigest()
+            except KVFormatError:
+                template = ""
+            if text.chat_template != template:
+                return "their messages were rendered by another chat template than the model's"
+        return None
+
+    def _checked(self, source: Source, ids: Sequence[int] | NDArray[np.int32], path: object) -> Document:
+        """Document of ids, within the model's limits."""
+        if len(ids) == 0:
+            raise _refusal(
+                "E300",
+                source,
+                path,
+                "the text has no tokens; give an empty caption a token of its own, with special tokens or as "
+                '{"token_ids": [BOS]}',
+            )
+        numbers = np.asarray(ids)
+        largest = numbers.max()
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            message = f"token id {largest} is beyond the model's vocabulary of {self._vocab_size}"
+            raise _refusal("E300", source, path, message)
+        if self._truncate is not None:
+            numbers = numbers[: self._truncate]
+        if self._max_tokens is not None and len(numbers) > self._max_tokens:
+            raise _refusal(
+                "E301",
+                source,
+                path,
+                f"{len(numbers)} tokens, but the model has {self._max_tokens} positions; shorten the document or "
+                f"truncate it on request (--truncate {self._max_tokens})",
+            )
+        try:
+            return Document.of(numbers)
+        except KVFormatError as error:
+            raise _refusal("E300", source, path, error.message) from error
+
+    def _encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        found: list[list[int]] = self._require(None, None)(
+            texts,
+            add_special_tokens=special_tokens,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        return found
+
+    def _refuse_doubled(self, source: Source, ids: Sequence[int], path: object) -> None:
+        tokenizer = self._require(source, path)
+        bos = tokenizer.bos_token_id
+        if self._special_tokens and bos is not None and list(ids[:2]) == [bos, bos]:
+            raise _refusal(
+                "E305",
+                source,
+                path,
+                f"the text begins with {tokenizer.bos_token!r} and the tokenizer adds another; take it out of the "
+                "text or turn special tokens off (--no-special-tokens)",
+            )
+
+    def _render(self, source: Source, path: object) -> str:
         tokenizer = self._require(source, path)
         self._template(source, path)
         messages: list[Message] = list(source.messages or ())
@@ -201,49 +287,48 @@ class Tokeniser:
                 messages, tokenize=False, add_generation_prompt=self._add_generation_prompt
             )
         except Exception as error:  # a template may raise anything, on purpose or not
-            raise make_error(
-                "E305",
-                f"line {source.line}: the chat template refuses these messages: {error}",
-                path=path,
-                record=source.id,
-            ) from error
-        ids: list[int] = tokenizer(rendered, add_special_tokens=False, truncation=False)["input_ids"]
-        return ids
+            raise _refusal("E305", source, path, f"the chat template refuses these messages: {error}") from error
+        return str(rendered)
 
     def _require(self, source: Source | None, path: object) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
-            where = "" if source is None else f"line {source.line}: "
-            raise make_error(
+            raise _refusal(
                 "E305",
-                f"{where}text needs a tokenizer, and the model has none that loads; give documents as `token_ids`"
+                source,
+                path,
+                f"text needs a tokenizer, and the model has none that loads; give documents as `token_ids`"
                 f"{self._missing}",
-                path=path,
-                record=None if source is None else source.id,
             )
         return self._tokenizer
 
     def _template(self, source: Source | None, path: object) -> str:
-        where = "" if source is None else f"line {source.line}: "
-        record = None if source is None else source.id
+        tokenizer = self._require(source, path)
         try:
-            template: str = self._require(source, path).get_chat_template()
+            template: str = tokenizer.get_chat_template()
         except ValueError as error:
-            raise make_error(
+            raise _refusal(
                 "E305",
-                f"{where}messages need a chat template, and the tokenizer has none that stands by itself; give "
-                f"`text` or `token_ids` ({error})",
-                path=path,
-                record=record,
+                source,
+                path,
+                "messages need a chat template, and the tokenizer has none that stands by itself; give `text` or "
+                f"`token_ids` ({error})",
             ) from error
         if "strftime_now" in template:
-            raise make_error(
+            raise _refusal(
                 "E305",
-                f"{where}the chat template reads the clock, so the same messages give other ids tomorrow; render them "
-                "with a date of your choice and give `text` (with --no-special-tokens) or `token_ids`",
-                path=path,
-                record=record,
+                source,
+                path,
+                "the chat template reads the clock, so the same messages give other ids tomorrow; render them with a "
+                "date of your choice and give `text` (with --no-special-tokens) or `token_ids`",
             )
         return template
+
+
+def _refusal(code: str, source: Source | None, path: object, message: str) -> KVFormatError:
+    """An error about a source, whose place its message begins with; or about all of them."""
+    if source is None:
+        return make_error(code, message, path=path)
+    return make_error(code, f"{source.place}: {message}", path=path, record=source.id)
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

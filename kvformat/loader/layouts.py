@@ -17,7 +17,7 @@ __all__ = ["CASTS", "HF", "BatchLayout", "LayoutName", "Packed", "Padded", "Padd
 LayoutName = Literal["packed", "padded", "hf"]
 Side = Literal["left", "right"]
 CASTS = frozenset({"BF16", "F16", "F32"})
-"""What is cast, and what to. Values of 8 bits mean nothing without their scales."""
+"""What is cast, and what to. Values of 8 bits mean nothing without their scales, and are dequantised."""
 
 
 class BatchLayout(Struct, frozen=True, kw_only=True):
@@ -68,8 +68,9 @@ class Packed(BatchLayout, frozen=True, kw_only=True):
         Model layers wanted, in this order; all of each component when None. A component that holds none of them is
         left out. Only their bytes are read.
     dtype
-        What BF16, F16 and F32 components are cast to: one of these three, as a torch dtype, or by its torch or
-        safetensors name; None keeps them.
+        What BF16, F16 and F32 components are cast to, and quantised ones dequantised: one of these three, as a torch
+        dtype, or by its torch or safetensors name; None keeps them. Scales then are left out unless they are named,
+        and stay as they are.
     position_rows
         Rows of positions the consumer takes: 1, or 3 for grids of time, height and width.
     extras

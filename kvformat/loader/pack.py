@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from kvformat.errors import make_error
 from kvformat.loader.buffers import BufferPool, Lease
 from kvformat.loader.layouts import HF, PaddedLayout
-from kvformat.loader.plan import Group, Plan
+from kvformat.loader.plan import Group, Part, Plan
+from kvformat.read.dequantise import dequantise_into
 from kvformat.tensors import from_buffer, torch_dtype
 
 if TYPE_CHECKING:
@@ -137,13 +138,17 @@ class _Target:
             return view[:, number, :, first : first + length]
         return view[:, number, first * unit : (first + length) * unit]
 
-    def put(self, rows: Any, piece: Bytes) -> None:
-        """Copy slabs, ``[slabs, bytes of a slab]``, to as many rows of where a record goes."""
+    def put(self, rows: Any, piece: Bytes, scale: torch.Tensor | None = None) -> None:
+        """Copy slabs, ``[slabs, bytes of a slab]``, to as many rows of where a record goes, by their scales if any."""
         part = self.part
         if self.group.cast:
             source = from_buffer(piece.reshape(-1).data, part.stored)
             source = source.view((len(piece), -1, *part.inner) if part.ragged else (len(piece), *part.inner))
-            rows.copy_(source.transpose(1, 2) if self.heads else source)
+            source = source.transpose(1, 2) if self.heads else source
+            if scale is None:
+                rows.copy_(source)
+            else:
+                dequantise_into(rows, source, scale.transpose(1, 2) if self.heads else scale)
         elif self.heads:
             heads, dim = part.inner
             np.copyto(rows, piece.reshape(len(piece), -1, heads, dim * part.item).transpose(0, 2, 1, 3))
@@ -253,7 +258,7 @@ def _whole(target: _Target, place: Place, rows: Any) -> int:
         begin = start + where.offset + row * where.slab_nbytes
         piece = array[begin : begin + count * where.slab_nbytes]  # type: ignore[index]  # there is one
         of_run = rows if count == target.group.rows or not target.part.layers else rows[into : into + count]
-        target.put(of_run, piece.reshape(len(of_run), -1))
+        target.put(of_run, piece.reshape(len(of_run), -1), _scales(target.part, place, row, count))
         copied += piece.nbytes
     return copied
 
@@ -272,10 +277,27 @@ def _pieces(target: _Target, place: Place, rows: Any) -> int:
         for row, into, count in part.runs if part.layers else ():
             for at, slabs, piece in record.pieces(where, row, count):
                 begin = first + into + at - row
-                target.put(rows[begin : begin + slabs], piece)
+                target.put(rows[begin : begin + slabs], piece, _scales(part, place, at, slabs))
                 copied += piece.nbytes
         first += part.rows
     return copied
+
+
+def _scales(part: Part, place: Place, row: int, count: int) -> torch.Tensor | None:
+    """Scales of so many slabs of a record, ``[slabs, *axes]``, verified; None where nothing is dequantised."""
+    if part.scale is None:
+        return None
+    placement, array, start, record = place
+    where = placement.tensors[part.scale]
+    nbytes = where.slab_nbytes
+    if array is not None:
+        begin = start + where.offset + row * nbytes
+        data: Any = array[begin : begin + count * nbytes].data
+    else:
+        assert record is not None
+        # Each piece is overwritten by the next.
+        data = bytearray(b"".join(piece.tobytes() for _, _, piece in record.pieces(where, row, count)))
+    return from_buffer(data, "F32").view(count, *where.shape[1:])
 
 
 def _content(targets: Sequence[_Target], tokens: list[int], copied: int) -> Content:

@@ -37,6 +37,8 @@ class Part(NamedTuple):
         The axes behind it, or all of them.
     item
         Bytes of an item in the batch.
+    scale
+        Component that holds the scales, where values are dequantised on the way.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Part(NamedTuple):
     axis: str | int | None
     inner: tuple[int, ...]
     item: int
+    scale: str | None = None
 
     @property
     def unit(self) -> int:
@@ -111,7 +114,11 @@ class Plan:
         self.schema = schema
         self.layout = layout
         known = {component.name: (bit, component) for bit, component in enumerate(schema.components)}
-        names = list(known) if layout.components is None else list(layout.components)
+        self._scales = {c.quant.scale for c in schema.components if c.quant is not None}
+        left_out = self._scales if layout.dtype is not None else set()
+        names = [name for name in known if name not in left_out]
+        if layout.components is not None:
+            names = list(layout.components)
         for name in names:
             if name not in known:
                 raise make_error("E082", f"no component {name!r}; the schema has {', '.join(known)}")
@@ -124,6 +131,9 @@ class Plan:
         self.groups = _groups(everything, schema)
         self.wanted = [(part.name, [(row, count) for row, _, count in part.runs]) for part in everything]
         self.bits = sum(1 << part.bit for part in everything)
+        for part in everything:
+            if part.scale is not None:
+                self._want(part.scale, known[part.scale][0], part)
         self.rows_of = shares.rows_of(self.parts)
         if isinstance(layout, HF):
             _check_cache(schema, self.parts)
@@ -140,16 +150,24 @@ class Plan:
             total += part.rows * entries * part.unit
         return total
 
+    def _want(self, scale: str, bit: int, part: Part) -> None:
+        """Have scales read that go into no part of the batch, or into another one."""
+        rows = {at for row, _, count in part.runs for at in range(row, row + count)}
+        for name, runs in self.wanted:
+            if name == scale:
+                rows.update(at for row, count in runs for at in range(row, row + count))
+        runs = [(row, count) for row, _, count in _runs(sorted(rows))]
+        self.wanted = [*((name, other) for name, other in self.wanted if name != scale), (scale, runs)]
+        self.bits |= 1 << bit
+
     def _component(self, bit: int, component: Component, layers: Sequence[int]) -> Part:
         rows = [component.layers.index(layer) for layer in layers]
-        dtype = component.dtype
-        if self.layout.dtype is not None and dtype in CASTS and "scale" not in component.role:
-            dtype = str(self.layout.dtype)
-        elif self.layout.dtype is not None and component.quant is not None:
-            raise make_error(
-                "E088",
-                f"component {component.name!r} is quantised, and a cast would drop its scales: dequantise it yourself",
-            )
+        dtype, scale = component.dtype, None
+        if self.layout.dtype is not None and component.name not in self._scales:
+            if component.quant is not None:
+                dtype, scale = str(self.layout.dtype), component.quant.scale
+            elif dtype in CASTS:
+                dtype = str(self.layout.dtype)
         return Part(
             component.name,
             component.role,
@@ -161,6 +179,7 @@ class Plan:
             tuple(layers),
             *_axes(component),
             ITEM_SIZES[dtype],
+            scale,
         )
 
     def _extras(self) -> list[Part]:
@@ -306,9 +325,11 @@ def _check_cache(schema: Schema, parts: Sequence[Part]) -> None:
     for part in (keys, values):
         if part.axis != "tokens" or len(part.inner) != 2:
             raise _no_cache(f"{part.name!r} is not [layers, tokens, heads, head_dim] of all tokens")
-    component = next(component for component in schema.components if component.name == keys.name)
-    if component.stage != "attention" or component.quant is not None:
-        raise _no_cache("keys must be stored as attention consumes them, and not quantised")
+    stored = {component.name: component for component in schema.components}
+    if stored[keys.name].stage != "attention":
+        raise _no_cache("keys must be stored as attention consumes them")
+    if any(stored[part.name].quant is not None and part.scale is None for part in (keys, values)):
+        raise _no_cache("keys and values are quantised: give dtype= to have them dequantised")
 
 
 def _no_cache(why: str) -> KVFormatError:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterator
-from operator import index
-from typing import Any, Literal, SupportsIndex, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -26,6 +24,7 @@ from kvformat.loader.cursor import (
 from kvformat.loader.iteration import Iteration
 from kvformat.loader.order import Over, Shuffle
 from kvformat.loader.sequence import Sequence
+from kvformat.loader.world import whole, world_of
 from kvformat.spec import limits
 
 __all__ = ["BatchSampler", "LastStep", "Oversize"]
@@ -131,7 +130,7 @@ class BatchSampler:
             if self.collection.weights is None:
                 raise make_error("E081", "num_samples goes with a mix; any other epoch has all items once")
             num_samples = _integer("num_samples", num_samples, 1, limits.MAX_RECORDS)
-        self.rank, self.world_size = _ranks(rank, world_size)
+        self.rank, self.world_size = world_of(rank, world_size)
         self.seed = seed
         self.options = Options(
             shuffle=shuffle,
@@ -324,38 +323,9 @@ def _one_of(name: str, value: object, kind: Any) -> Any:
 
 def _integer(name: str, value: object, least: int, most: int) -> int:
     try:
-        found = _whole(value)
+        found = whole(value)
     except TypeError:
         found = None
     if found is None or not least <= found <= most:
         raise make_error("E081", f"{name} is an integer from {least:,} to {most:,}; found {value!r}")
     return found
-
-
-def _whole(value: object) -> int:
-    """An ``int`` of what is one, numpy's included."""
-    if not isinstance(value, SupportsIndex) or isinstance(value, bool):
-        raise TypeError
-    return int(index(value))
-
-
-def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    found = []
-    for name, given, default in (("RANK", rank, "0"), ("WORLD_SIZE", world_size, "1")):
-        text: object = os.environ.get(name, default) if given is None else given
-        try:
-            found.append(int(text) if isinstance(text, str) else _whole(text))
-        except (TypeError, ValueError):
-            raise make_error("E081", f"{name.lower()} is an integer; found {text!r}") from None
-    if not 0 <= found[0] < found[1] <= limits.MAX_INTEGER:
-        raise make_error(
-            "E081",
-            f"rank {found[0]} of a world of {found[1]}, where ranks count from 0: give rank and world_size, "
-            "or set RANK and WORLD_SIZE",
-        )
-    if found[1] > 1 and rank is None and "RANK" not in os.environ:
-        # Else every process would take itself for rank 0, and train on the same batches.
-        raise make_error(
-            "E081", f"a world of {found[1]}, but of which rank this is nothing says: give rank, or set RANK"
-        )
-    return found[0], found[1]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from kvformat.errors import KVFormatError, make_error
+from kvformat.read.frequencies import InverseFrequencies
 from kvformat.spec import canonical, limits
 from kvformat.spec.context import Context, TensorDigest, layer_groups_problem
 from kvformat.spec.manifest import CoveredFile
@@ -16,29 +16,13 @@ from kvformat.spec.paths import covered_path
 from kvformat.storage.local_read import OpenFile, sha256_of
 from kvformat.storage.readers import Reader
 
-__all__ = ["InverseFrequencies", "TensorList", "check_covered", "read_covered"]
-
-Real = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
-Integer = Annotated[int, Meta(ge=0, le=limits.MAX_INTEGER)]
+__all__ = ["TensorList", "check_covered", "read_covered"]
 
 
 class TensorList(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Content of ``weights``."""
 
     tensors: tuple[TensorDigest, ...]
-
-
-class FrequencyGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Inverse frequencies of some layers."""
-
-    layers: tuple[Integer, ...]
-    values: tuple[Real, ...]
-
-
-class InverseFrequencies(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Content of ``inv_freq``."""
-
-    groups: tuple[FrequencyGroup, ...]
 
 
 def read_covered(reader: Reader, file: CoveredFile) -> bytes:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvformat.errors import make_error
 from kvformat.read.copyable import CopyableRecord
+from kvformat.read.dequantise import dequantised_component, dequantised_slab
 from kvformat.spec import digests
 from kvformat.spec.layout import Placed
 from kvformat.tensors import flat_bytes, from_buffer
@@ -146,6 +147,37 @@ class Record(CopyableRecord):
         start = self._offset + placed.offset + row * placed.slab_nbytes
         view = self._shard.view(placed.dtype).as_strided(shape, placed.strides[1:], start // placed.item)
         return view.clone() if copy else view
+
+    def dequantised(self, name: str, *, dtype: Any = "F32") -> torch.Tensor:
+        """A component as floats: float32(stored) x scale where it is stored in 8 bits.
+
+        Parameters
+        ----------
+        name
+            Component of the schema.
+        dtype
+            BF16, F16 or F32, as a torch dtype, or by its torch or safetensors name. Values are rounded to it once.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[layers, *axes]`` on the CPU, a tensor of its own; of components that are not quantised a cast.
+
+        Raises
+        ------
+        KVFormatError
+            As :meth:`component`; E081 for another dtype.
+        """
+        return dequantised_component(self, self._dataset.schema, name, dtype)
+
+    def dequantised_slab(self, role: str, *, layer: int, dtype: Any = "F32") -> torch.Tensor:
+        """One layer as floats, as :meth:`dequantised` gives it: for K and V ``[tokens, heads, head_dim]``.
+
+        Only the bytes of this slab, of its scales and the small table of sums are read and verified. Parameters and
+        errors otherwise as for :meth:`slab`.
+        """
+        place = self._dataset.slab_of(role, layer)
+        return dequantised_slab(self, self._dataset.schema, role, layer=layer, place=place, dtype=dtype)
 
     def tensors_in(self, buffer: memoryview) -> dict[str, torch.Tensor]:
         """Components as views of a buffer that begins with the record's body; see ``Dataset.tensors_in``."""

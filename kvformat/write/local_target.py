@@ -8,7 +8,7 @@ from pathlib import Path
 from kvformat.errors import make_error
 from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import Manifest
-from kvformat.spec.paths import ROOT
+from kvformat.spec.paths import ROOT, shard_path
 from kvformat.storage.faults import translated
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write.directory import Directory
@@ -86,7 +86,9 @@ class LocalStage:
 
     def check(self, receipt: Receipt) -> Receipt:
         """Hash the shard again, and compare it with its receipt; E116."""
-        check_shard(self.shard(receipt.ordinal), receipt, self._layout, self._plan)
+        plan = self._plan
+        path = self.shard(receipt.ordinal)
+        check_shard(path, receipt, self._layout, header_size=plan.header_size, version=plan.version)
         return receipt
 
     def stop(self, after: int = -1) -> None:
@@ -106,7 +108,9 @@ class LocalStage:
             self._files,
             self._root,
             self._staging,
-            receipts=receipts,
+            shards=[
+                (self._staging.shard(r.ordinal), shard_path(r.ordinal, bytes.fromhex(r.sha256))) for r in receipts
+            ],
             parts=parts,
             covered=covered,
             manifest=manifest,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import msgspec
 from msgspec import Struct
 
 from kvformat.errors import KVFormatError, make_error
@@ -17,22 +15,19 @@ from kvformat.spec.paths import STAGING, shard_path
 from kvformat.storage.remote import Remote
 from kvformat.storage.store import Stat
 from kvformat.write.parallel import side_by_side
-from kvformat.write.staging import Plan, Receipt
+from kvformat.write.receipt_file import decode_receipt, encode_receipt
+from kvformat.write.staging import COVERED, Plan, Receipt
 
-__all__ = ["Kept", "KeptPlan", "RemoteReceipts", "kept_plans"]
+__all__ = ["MAX_RECEIPT_NBYTES", "Kept", "KeptPlan", "RemoteReceipts", "kept_plans"]
 
-_MAX_NBYTES = 256 << 20  # of a receipt; one of 10,000 records with 16 dims takes a hundredth
+MAX_RECEIPT_NBYTES = 256 << 20
+"""Of a receipt; one of 10,000 records with 16 dims takes a hundredth."""
 _MOST_AHEAD = 16
-_NAME = re.compile(re.escape(STAGING) + r"/([0-9a-f]{16})/(plan|[0-9]{8})\.json")
+_NAME = re.compile(
+    rf"{re.escape(STAGING)}/([0-9a-f]{{16}})/"
+    rf"(?:(?P<head>plan|run)\.json|(?P<receipt>[0-9]{{8}})\.json|worker-[0-9]+-[0-9a-f]{{8}}\.json|{COVERED}/[0-9a-f]{{64}})"
+)
 _PROBE = re.compile(re.escape(STAGING) + r"/probe-[0-9a-f]{32}")  # of Remote.require_create
-
-
-class _Sealed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A receipt as an object: with its plan, and a digest over both, as nothing else vouches for it."""
-
-    plan: str
-    receipt: Receipt
-    sha256: str
 
 
 class KeptPlan(Struct, frozen=True, kw_only=True):
@@ -40,13 +35,18 @@ class KeptPlan(Struct, frozen=True, kw_only=True):
 
     Attributes
     ----------
+    digest
+        Of the plan of a writer, or the key of a run that workers share.
+    shared
+        Whether workers share it.
     ordinals
         Of the shards there are receipts for, ascending.
     objects
-        All objects, receipts in ascending order, then the plan.
+        All objects: receipts in ascending order, then the others, and the plan or run at the end.
     """
 
     digest: str
+    shared: bool
     ordinals: tuple[int, ...]
     objects: tuple[Stat, ...]
 
@@ -81,7 +81,7 @@ class RemoteReceipts:
         """The plan, where it is there and can be read."""
         try:
             return canonical.convert(
-                canonical.decode(self._remote.read(self._plan_name, max_nbytes=_MAX_NBYTES)), Plan
+                canonical.decode(self._remote.read(self._plan_name, max_nbytes=MAX_RECEIPT_NBYTES)), Plan
             )
         except KVFormatError as error:
             if error.code.startswith("E2"):
@@ -111,22 +111,12 @@ class RemoteReceipts:
         name = self.name(ordinal)
         path = self._remote.path(name)
         try:
-            data = self._remote.read(name, max_nbytes=_MAX_NBYTES)
+            data = self._remote.read(name, max_nbytes=MAX_RECEIPT_NBYTES)
         except KVFormatError as error:
             if error.code == "E002":
                 return None
             raise
-        try:
-            sealed = canonical.convert(canonical.decode(data), _Sealed)
-        except KVFormatError as error:
-            message = f"a damaged receipt ({error.message}): run `kvformat clean` and start again"
-            raise make_error("E116", message, path=path) from None
-        receipt = sealed.receipt
-        if sealed.plan != self._digest or receipt.ordinal != ordinal or not receipt.records:
-            raise make_error("E116", "not the receipt of this shard: run `kvformat clean` and start again", path=path)
-        if sealed.sha256 != _seal(sealed.plan, receipt):
-            raise make_error("E116", "a damaged receipt: run `kvformat clean` and start again", path=path)
-        return receipt
+        return decode_receipt(data, key=self._digest, ordinal=ordinal, path=path)
 
     def add(self, receipt: Receipt) -> Receipt:
         """Note that a shard is there; returns the receipt that counts, which is the first one made.
@@ -136,9 +126,8 @@ class RemoteReceipts:
         ConflictError
             E112 where that is of other records.
         """
-        sealed = _Sealed(plan=self._digest, receipt=receipt, sha256=_seal(self._digest, receipt))
         name = self.name(receipt.ordinal)
-        if self._remote.create(name, msgspec.json.encode(sealed)):
+        if self._remote.create(name, encode_receipt(receipt, key=self._digest)):
             return receipt
         first = self._confirmed(receipt.ordinal)
         if first is None or first.records != receipt.records:
@@ -177,26 +166,26 @@ class RemoteReceipts:
 
 def kept_plans(objects: Iterable[Stat]) -> Kept:
     """Sort what was listed below ``.staging/``."""
-    plans: dict[str, list[Stat]] = {}
+    plans: dict[str, list[tuple[int, Stat, re.Match[str]]]] = {}
     probes = []
     others = []
     for found in sorted(objects):
         if (match := _NAME.fullmatch(found.name)) is not None:
-            plans.setdefault(match[1], []).append(found)
+            place = 2 if match["head"] else 0 if match["receipt"] else 1
+            plans.setdefault(match[1], []).append((place, found, match))
         elif _PROBE.fullmatch(found.name):
             probes.append(found)
         else:
             others.append(found.name)
-    kept = [
-        KeptPlan(
-            digest=digest,
-            ordinals=tuple(int(one.name[-13:-5]) for one in names if not one.name.endswith("/plan.json")),
-            objects=tuple(names),
+    kept = []
+    for digest, members in plans.items():
+        members.sort(key=lambda member: member[0])
+        kept.append(
+            KeptPlan(
+                digest=digest,
+                shared=any(match["head"] != "plan" and place for place, _, match in members),
+                ordinals=tuple(int(match["receipt"]) for place, _, match in members if place == 0),
+                objects=tuple(stat for _, stat, _ in members),
+            )
         )
-        for digest, names in plans.items()
-    ]
     return Kept(tuple(kept), tuple(probes), tuple(others))
-
-
-def _seal(plan: str, receipt: Receipt) -> str:
-    return hashlib.sha256(plan.encode() + b"\0" + receipt.encode()).hexdigest()

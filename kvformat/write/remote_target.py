@@ -6,17 +6,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvformat.errors import KVFormatError, make_error
-from kvformat.spec import canonical, limits
+from kvformat.errors import make_error
 from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import Manifest
-from kvformat.spec.paths import ROOT, STAGING, shard_path
+from kvformat.spec.paths import STAGING, shard_path
 from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.remote import Remote
-from kvformat.write.parallel import side_by_side
+from kvformat.write.remote_publish import publish_objects, read_root
 from kvformat.write.remote_receipts import RemoteReceipts
 from kvformat.write.rows import EncodedPart
-from kvformat.write.seal import encode_root, named_files, published_differs
 from kvformat.write.spool import Spool, SpoolFiles
 from kvformat.write.staging import Plan, Receipt
 
@@ -56,7 +54,7 @@ class RemoteTarget:
 
     def require_free(self) -> None:
         """E100 where a dataset is there already."""
-        if _read_root(self._remote) is not None:
+        if read_root(self._remote) is not None:
             raise make_error("E100", "a dataset is here already; choose another location", path=self.place)
 
     def stage(self, plan: Plan, layout: Layout, *, resume: bool) -> RemoteStage:  # noqa: ARG002 -- for a directory
@@ -177,22 +175,8 @@ class RemoteStage:
         manifest: Manifest,
         undo: bool,  # noqa: ARG002 -- what others may rely on is never removed
     ) -> bytes:
-        """Upload index parts, covered files and manifest, then the root where none is.
-
-        Raises
-        ------
-        ConflictError
-            E113 where another writer published something else meanwhile.
-        StorageError
-            E200, E203, E207 to E209, E212.
-        """
-        data = canonical.encode(manifest)
-        root = encode_root(data, manifest.version, manifest.requires)
-        if not self._is_published(root):
-            self._put_all(list(named_files(parts, covered, data)))
-            if not self._remote.create(ROOT, root):
-                raise published_differs(self._remote.path(ROOT))
-        return root
+        """As for :func:`kvformat.write.remote_publish.publish_objects`."""
+        return publish_objects(self._remote, self._spool, parts=parts, covered=covered, manifest=manifest)
 
     def release(self) -> None:
         """Remove the spool; shards and receipts stay in the store."""
@@ -210,37 +194,3 @@ class RemoteStage:
         if self._patience is not None:
             self._patience.cancel()
         self._spool.remove()
-
-    def _is_published(self, root: bytes) -> bool:
-        """Whether an equal writer was faster; E113 for another one, read twice: answers may be damaged on the way."""
-        found = _read_root(self._remote)
-        if found in (None, root):
-            return found == root
-        again = _read_root(self._remote)
-        if again == found:
-            raise published_differs(self._remote.path(ROOT))
-        return again == root
-
-    def _put_all(self, files: Sequence[tuple[str, bytes]]) -> None:
-        """Small ones side by side; large ones one behind the other, each in parts."""
-        most = self._remote.options.request_nbytes
-        side_by_side(lambda one: self._remote.put(*one), [one for one in files if len(one[1]) <= most])
-        for name, data in files:
-            if len(data) > most:
-                with self._spool.part(data) as path:
-                    self._remote.put_file(name, path)
-
-
-def _read_root(remote: Remote) -> bytes | None:
-    """What stands in the root's place; None where nothing does.
-
-    It is read, as a proxy between may answer any HEAD with 200: no root is made, or kept back, upon such a word.
-    """
-    try:
-        return remote.read(ROOT, max_nbytes=limits.MAX_ROOT_NBYTES)
-    except KVFormatError as error:
-        if error.code == "E002":
-            return None
-        if error.code == "E004":
-            return b""
-        raise

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.spec import canonical
 from kvformat.spec.manifest import Index, LookupPart, Manifest, ManifestRef, NamesPart, Part, Root
-from kvformat.spec.paths import ROOT, covered_path, manifest_path, part_path, shard_path
+from kvformat.spec.paths import ROOT, covered_path, manifest_path, part_path
 from kvformat.storage.faults import translated
 from kvformat.storage.lease import exclusive
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write.rows import EncodedPart
 from kvformat.write.shard import hash_file
-from kvformat.write.staging import Receipt, Staging
 
-__all__ = ["Publication", "encode_root", "index_of", "named_files", "publish", "published_differs"]
+__all__ = ["Publication", "Scratch", "encode_root", "index_of", "named_files", "publish", "published_differs"]
 
 _SEAL_TIMEOUT_S = 600.0
 
@@ -54,6 +54,13 @@ def named_files(
     for data in covered.values():
         yield covered_path(hashlib.sha256(data).hexdigest()), data
     yield manifest_path(hashlib.sha256(manifest).hexdigest()), manifest
+
+
+class Scratch(Protocol):
+    """Where files are made before they get their final names."""
+
+    def add_file(self, name: str, data: bytes) -> Path:
+        """Create a durable file; one of this name that is there already must be equal."""
 
 
 class Publication:
@@ -111,9 +118,9 @@ class Publication:
 def publish(
     files: LocalFiles,
     root: Path,
-    staging: Staging,
+    staging: Scratch,
     *,
-    receipts: Sequence[Receipt],
+    shards: Sequence[tuple[Path, str]],
     parts: Sequence[EncodedPart],
     covered: Mapping[str, bytes],
     manifest: Manifest,
@@ -124,6 +131,15 @@ def publish(
     Publishing is serialised by a lease on the dataset's directory, where the file system has leases, so that what a
     failed publication removes is nothing another one relies on.
 
+    Parameters
+    ----------
+    staging
+        Where everything but the shards is made.
+    shards
+        Staged path and final name of each.
+    undo
+        Remove what this made, where that can be told, when it fails.
+
     Raises
     ------
     ConflictError
@@ -133,12 +149,10 @@ def publish(
     """
     manifest_bytes = canonical.encode(manifest)
     root_bytes = encode_root(manifest_bytes, manifest.version, manifest.requires)
-    targets: list[tuple[Path, str]] = [
-        (staging.shard(r.ordinal), shard_path(r.ordinal, bytes.fromhex(r.sha256))) for r in receipts
-    ]
+    targets = list(shards)
     for target, data in named_files(parts, covered, manifest_bytes):
         targets.append((staging.add_file(target.partition(".")[0].replace("/", "-"), data), target))
-    staged_root = staging.add_file("root", root_bytes)
+    staged_root = staging.add_file(f"root-{hashlib.sha256(root_bytes).hexdigest()}", root_bytes)
 
     def busy() -> Exception:
         return make_error("E117", "another writer is publishing here for more than ten minutes", path=root)

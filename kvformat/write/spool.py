@@ -25,6 +25,7 @@ __all__ = [
     "default_spool",
     "remove_spool",
     "spool_directory",
+    "spool_of",
     "spools",
     "state_of",
 ]
@@ -55,14 +56,19 @@ class Spool:
     """
 
     def __init__(self, files: LocalFiles, path: Path, lease: DirectoryLease) -> None:
-        self._files = files
+        self.files = files
         self._lease = lease
         self._num_parts = 0
         self.path = path
 
     @classmethod
-    def create(cls, files: LocalFiles, base: Path, url: str, plan: str) -> Spool:
+    def create(cls, files: LocalFiles, base: Path, url: str, plan: str, *, token: str | None = None) -> Spool:
         """Make one below ``base``, which is made where it does not exist, for a URL and the digest of a plan.
+
+        Parameters
+        ----------
+        token
+            8 hexadecimal digits that tell whose it is; random ones without it.
 
         Raises
         ------
@@ -72,7 +78,7 @@ class Spool:
             E200, E207 where no directory can be made.
         """
         _make_base(base)
-        path = base / f"{_digest(url)}-{plan}-{secrets.token_hex(4)}"
+        path = spool_of(base, url, plan, token or secrets.token_hex(4))
         # Nobody sweeps between making the directory and taking its lease.
         with exclusive(base, timeout_s=_BUSY_TIMEOUT_S, refusal=lambda: _busy(base)):
             _sweep(files, base)
@@ -97,19 +103,19 @@ class Spool:
         path = self.path / f"{self._num_parts:08d}.part"
         self._num_parts += 1
         try:
-            self._files.create_file(path, data)
+            self.files.create_file(path, data)
             yield path
         finally:
-            self._files.unlink(path)
+            self.files.unlink(path)
 
     def drop(self, ordinal: int) -> None:
         """Remove a shard."""
-        self._files.unlink(self.shard(ordinal))
+        self.files.unlink(self.shard(ordinal))
 
     def remove(self) -> None:
         """Remove the directory. More than once is harmless."""
         try:
-            remove_spool(self._files, self.path)
+            remove_spool(self.files, self.path)
         finally:
             self._lease.release()
 
@@ -154,8 +160,13 @@ def spools(base: Path, url: str | None = None) -> list[Path]:
         ]
 
 
+def spool_of(base: Path, url: str, plan: str, token: str) -> Path:
+    """Where the spool directory of one writer is."""
+    return base / f"{_digest(url)}-{plan}-{token}"
+
+
 def plan_of(path: Path) -> str:
-    """Digest of the plan a spool directory is for."""
+    """Digest of the plan, or key of the run, a spool directory is for."""
     return path.name.split("-")[1]
 
 

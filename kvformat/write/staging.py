@@ -1,4 +1,4 @@
-"""The staging directory of one writer: plan, lease, shards in work, receipts."""
+"""The staging directory of one writer: plan, lease, shards in work, receipts. And what all staging has in common."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -18,9 +19,25 @@ from kvformat.storage.faults import translated
 from kvformat.storage.lease import DirectoryLease
 from kvformat.storage.local_write import LocalFiles
 
-__all__ = ["Plan", "Receipt", "StagedRecord", "Staging", "remove_staging", "stagings"]
+__all__ = [
+    "COVERED",
+    "Plan",
+    "Receipt",
+    "SkippedDocument",
+    "StagedRecord",
+    "Staging",
+    "is_shared",
+    "place_file",
+    "remove_staging",
+    "staged_files",
+    "stagings",
+]
 
-_DIRECTORY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}|copy-[0-9a-f]{16}")  # a writer's; a copy's, by the dataset id
+COVERED = "files"
+"""Directory of the covered files, in staging that workers share."""
+
+# A writer's; what workers share; a copy's, by the dataset id.
+_DIRECTORY = re.compile(r"[0-9a-f]{16}-(?:[0-9a-f]{8}|workers)|copy-[0-9a-f]{16}")
 _RECEIPT = re.compile(r"([0-9]{8})\.json")
 
 
@@ -49,13 +66,27 @@ class StagedRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     record_sum: str
 
 
-class Receipt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A finished, durable shard."""
+class SkippedDocument(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A planned document that is not stored, and why; its digest in hexadecimal."""
+
+    document: str
+    reason: str
+
+
+class Receipt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A finished, durable shard.
+
+    Attributes
+    ----------
+    skipped
+        Documents of the plan that are not in it, in the plan's order.
+    """
 
     ordinal: int
     records: tuple[StagedRecord, ...]
     sha256: str
     size: int
+    skipped: tuple[SkippedDocument, ...] = ()
 
     def encode(self) -> bytes:
         """Canonical JSON: integers and hexadecimal digits, members in order. The general encoder is slow at that."""
@@ -163,11 +194,7 @@ class Staging:
     def add_file(self, name: str, data: bytes) -> Path:
         """Create a durable file in staging under its final name; one that is there already must be equal."""
         target = self.path / name
-        draft = self.path / f"{name}.{secrets.token_hex(4)}.part"
-        self._files.create_file(draft, data)
-        fresh = self._files.link(draft, target)
-        self._files.unlink(draft)
-        self._files.sync_dir(self.path)
+        fresh = place_file(self._files, target, data)
         if not fresh and target.read_bytes() != data:
             raise make_error(
                 "E116", "a staged file with this name has other content: run `kvformat clean`", path=target
@@ -199,6 +226,32 @@ def _read_receipt(path: Path, ordinal: int) -> Receipt:
     return receipt
 
 
+def place_file(files: LocalFiles, target: Path, data: bytes, *, token: str | None = None) -> bool:
+    """Create a durable file, which appears whole or not at all; False where one is there, which is left as it is.
+
+    Parameters
+    ----------
+    token
+        8 hexadecimal digits that tell whose the draft is; random ones without it.
+    """
+    draft = target.with_name(f"{target.name}.{token or secrets.token_hex(4)}.part")
+    try:
+        files.create_file(draft, data)
+        fresh = files.link(draft, target)
+    except KVFormatError:
+        with contextlib.suppress(KVFormatError):  # what went wrong first is what the caller must see
+            files.unlink(draft)
+        raise
+    files.unlink(draft)
+    files.sync_dir(target.parent)
+    return fresh
+
+
+def is_shared(path: Path) -> bool:
+    """Whether a staging directory is one that workers share."""
+    return path.name.endswith("-workers")
+
+
 def stagings(root: Path) -> list[Path]:
     """Staging directories below a root, of writers and of copies, sorted."""
     parent = root / STAGING
@@ -212,11 +265,23 @@ def stagings(root: Path) -> list[Path]:
         )
 
 
+def staged_files(path: Path) -> Iterator[Path]:
+    """Everything in a staging directory, covered files included; what goes meanwhile is left out."""
+    for folder in (path, path / COVERED) if is_shared(path) else (path,):
+        if folder.is_symlink():
+            continue
+        with translated(folder), contextlib.suppress(FileNotFoundError):
+            yield from sorted(entry for entry in folder.iterdir() if entry.is_symlink() or not entry.is_dir())
+
+
 def remove_staging(files: LocalFiles, path: Path) -> int:
     """Remove the files of one staging directory and the directory; returns the bytes that were in them."""
     freed = 0
-    for entry in sorted(path.iterdir()) if path.is_dir() else ():
-        freed += entry.lstat().st_size
+    for entry in staged_files(path):
+        with contextlib.suppress(FileNotFoundError):
+            freed += entry.lstat().st_size
         files.unlink(entry)
+    if is_shared(path):
+        files.remove_dir(path / COVERED)
     files.remove_dir(path)
     return freed

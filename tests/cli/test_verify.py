@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+
+import pytest
 
 import kvformat
 from kvformat.cli.progress import Bar, Lines, meter
+from kvformat.extract import HuggingFaceExtractor, Tokeniser
 from tests.cli.datasets import flip, interrupted
+from tests.extract.auditing import publish
+from tests.models import save_tiny, tiny_tokenizer, write_documents
 
 
 def shard_of(dataset: Path, number: int) -> Path:
@@ -123,3 +129,109 @@ def test_verify_tells_how_far_it_is(run, monkeypatch, published: Path) -> None:
     assert run("verify", published).code == 0
     assert told[-1] == (told[-1][1], told[-1][1])
     assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+# -------------------------------------------------------------------------------------------------------- recompute
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny", "llama", max_position_embeddings=64)
+
+
+@pytest.fixture(scope="module")
+def extracted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of two layers in BF16, computed in F32, with the text section of the model's tokenizer."""
+    tokenizer = tiny_tokenizer()
+    extractor = HuggingFaceExtractor.load(model, layers=[0, 1], dtype="BF16", text=Tokeniser(tokenizer).text({"text"}))
+    made = {text: tokenizer(text)["input_ids"] for text in ("aa", "bb", "a longer text")}
+    return Path(publish(tmp_path_factory.mktemp("extracted") / "dataset", extractor, made).location)
+
+
+def test_records_are_computed_again(run, model: Path, extracted: Path) -> None:
+    result = run("verify", extracted, "--recompute", "100%", "--model", model)
+    assert result.code == 0, result.stdout
+    lines = result.stdout.splitlines()
+    assert lines[0] == "ok: no faults at level 2"
+    assert "k (key), default bound 0.00781: no difference" in lines
+    assert "v (value), default bound 0.00781: no difference" in lines
+    assert lines[-1].startswith("ok: 3 records of 3 computed again (seed 0), ")
+    assert lines[-1].endswith("3 equal bit by bit, 0 beyond the bounds")
+    assert result.stderr.splitlines() == ["loading the model", "computing again"]
+    found = run("verify", extracted, "--recompute", 2, "--model", model, "--seed", 5, "--json", "--level", 1).json
+    assert (found["ok"], found["level"]) == (True, 1)
+    again = found["recomputed"]
+    assert (again["sampled"], again["computed"], again["equal"], again["seed"]) == (2, 2, 2, 5)
+    assert [component["name"] for component in again["components"]] == ["k", "v"]
+    assert [layer["layer"] for layer in again["components"][0]["layers"]] == [0, 1]
+
+
+def test_another_model_is_a_fault(run, extracted: Path, tmp_path: Path) -> None:
+    other = save_tiny(tmp_path / "other", "llama", max_position_embeddings=64, seed=1)
+    result = run("verify", extracted, "--recompute", "1%", "--model", other)
+    assert result.code == 1
+    assert "differs [E083]: the model is another one: weights: " in result.stdout
+    assert "differs [E311]: 'k' differs in 2 of 2 layers" in result.stdout
+    assert "DIFFERENT: 1 record of 3 computed again" in result.stdout
+    assert (
+        " layer   equal    largest        RMS   largest relative   RMS relative   of the worst record" in result.stdout
+    )
+    found = run("verify", extracted, "--recompute", "1%", "--model", other, "--json")
+    assert (found.code, found.json["ok"], found.json["findings"]) == (1, False, [])
+    assert [f["code"] for f in found.json["recomputed"]["findings"]] == ["E083", "E311"]
+    assert found.json["recomputed"]["components"][0]["layers"][0]["relative_rms"] > 0.1
+
+
+def test_documents_are_tokenised_again(run, model: Path, extracted: Path, tmp_path: Path) -> None:
+    lines = [{"id": text, "text": text} for text in ("aa", "bb", "a longer text")]
+    documents = write_documents(tmp_path / "docs.jsonl", lines)
+    call = ["verify", extracted, "--recompute", "3", "--model", model, "--documents"]
+    assert run(*call, documents).code == 0
+    result = run(
+        *call, write_documents(tmp_path / "other.jsonl", [*lines[:2], {"id": "a longer text", "text": "a longer one"}])
+    )
+    assert result.code == 1
+    assert (
+        "differs [E312]: token 10 differs (14 tokens in the dataset, 13 given) (record a longer text)" in result.stdout
+    )
+
+
+def test_nothing_is_computed_of_a_faulty_dataset(run, model: Path, extracted: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(extracted, tmp_path / "damaged"))
+    flip(shard_of(damaged, 0), 12)
+    result = run("verify", damaged, "--recompute", "1%", "--model", model)
+    assert result.code == 1
+    assert "FAULTY" in result.stdout
+    assert result.stderr == "nothing was computed again: mend the faults first\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--recompute", "1%"], "--recompute needs the model"),
+        (["--model", "m", "--seed", "3"], "--model, --seed: only together with --recompute"),
+        (["--recompute", "0%", "--model", "m"], "--recompute must be a share"),
+        (["--recompute", "1%", "--model", "m", "--compute-dtype", "int8"], "--compute-dtype must be"),
+    ],
+)
+def test_options_that_make_no_sense(run, published: Path, options: list[str], said: str) -> None:
+    result = run("verify", published, *options)
+    assert result.code == 2
+    assert said in result.stderr
+
+
+def test_a_model_without_a_tokenizer_is_no_obstacle(run, extracted: Path, tmp_path: Path) -> None:
+    bare = save_tiny(tmp_path / "bare", "llama", max_position_embeddings=64, tokenizer=False)
+    result = run("verify", extracted, "--recompute", "1%", "--model", bare)
+    assert result.code == 0
+    assert "no tokenizer is compared: " in result.stderr
+    assert "note: no tokenizer was given: that of the dataset is not compared" in result.stdout
+
+
+def test_an_interrupt_is_told_as_one(run, model: Path, extracted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HuggingFaceExtractor, "extract", stop)
+    result = run("verify", extracted, "--recompute", "1%", "--model", model, "--json")
+    assert (result.code, result.json["error"]["code"]) == (130, "interrupted")

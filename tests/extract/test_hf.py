@@ -242,6 +242,21 @@ def test_a_description_without_weights_promises_what_is_loaded(name: str, tmp_pa
     assert described.compute_dtype == "F32"
 
 
+@pytest.mark.parametrize(
+    ("name", "stage"), [("llama", "raw"), ("gemma3", "normed"), ("gpt2", "raw"), ("deepseek", "raw")]
+)
+def test_a_description_knows_the_stages_of_keys(name: str, stage: str, tmp_path: object) -> None:
+    directory = save_tiny(tmp_path / "model", name, tokenizer=False)
+    described = describe(directory, key_stage=stage)
+    assert described.schema == HuggingFaceExtractor.load(directory, key_stage=stage).schema
+    assert described.schema.components[0].stage == stage
+    if name != "gemma3":
+        for attempt in (describe, HuggingFaceExtractor.load):
+            with pytest.raises(UsageError, match="no norm") as refused:
+                attempt(directory, key_stage="normed")
+            assert refused.value.code == "E081"
+
+
 def test_a_model_in_training_mode_is_refused() -> None:
     with pytest.raises(UsageError, match="training mode"):
         HuggingFaceExtractor.of(tiny_model("llama").train())

@@ -7,13 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvformat.errors import InputError, StorageError
-from kvformat.extract.sources import BadLines, Source, read_documents
+from kvformat.errors import InputError, KVFormatError, StorageError
+from kvformat.extract.documents.json_lines import JsonLines
+from kvformat.extract.documents.reading import BadEntries, read_sources
+from kvformat.extract.documents.source import Source
 from tests.models import write_documents
 
 
+def entries(path: Path) -> list[Source | KVFormatError]:
+    return list(read_sources(JsonLines(path)))
+
+
 def read(path: Path) -> list[Source]:
-    return list(read_documents(path))
+    """The sources of a file; all that is wrong with it is raised, as an enumeration does."""
+    bad = BadEntries(path, "line")
+    found = []
+    for entry in read_sources(JsonLines(path)):
+        if isinstance(entry, Source):
+            found.append(entry)
+        else:
+            bad.add(entry)
+    bad.check()
+    return found
 
 
 def test_the_three_kinds(tmp_path: Path) -> None:
@@ -23,9 +38,9 @@ def test_the_three_kinds(tmp_path: Path) -> None:
         [{"id": "a", "text": "héllo"}, {"id": "b", "messages": messages}, {"id": "c", "token_ids": [0, 2**31 - 1]}],
     )
     first, second, third = read(path)
-    assert (first.id, first.line, first.kind, first.text) == ("a", 1, "text", "héllo")
-    assert (second.line, second.kind, list(second.messages)) == (2, "messages", messages)
-    assert (third.line, third.kind, third.token_ids) == (3, "token_ids", (0, 2**31 - 1))
+    assert (first.id, first.place, first.kind, first.text) == ("a", "line 1", "text", "héllo")
+    assert (second.place, second.kind, list(second.messages)) == ("line 2", "messages", messages)
+    assert (third.place, third.kind, third.token_ids.tolist()) == ("line 3", "token_ids", [0, 2**31 - 1])
 
 
 @pytest.mark.parametrize("ending", [b"\n", b"\r\n", b""])
@@ -45,7 +60,7 @@ BAD: list[tuple[str | bytes, str]] = [
     (b'{"id": "x", "text": "\xff"}', "not UTF-8 at byte"),
     (b'\xef\xbb\xbf{"id": "x", "text": "y"}', "not JSON at column 1"),
     ('{"id": "x" "text": "y"}', r"^\[E300\] line 2: not JSON at column 12: Expecting ',' delimiter \("),
-    ("[1]", "expected a JSON object, found array"),
+    ("[1]", "expected an object, found array"),
     ("null", "found null"),
     ("[" * 100_000, "nested too deeply"),
     ('{"text": "y"}', "`id` is missing"),
@@ -82,18 +97,30 @@ def test_a_bad_line_is_refused_with_file_number_and_reason(line: str | bytes, te
     path = tmp_path / "d.jsonl"
     raw = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b'{"id": "good", "text": "y"}\n' + raw + b"\n" + b'{"id": "after", "text": "y"}\n')
-    documents = read_documents(path)
-    assert next(documents).id == "good"  # what stands before is read: the file is a stream
+    before, bad, after = entries(path)
+    assert (before.id, after.id) == ("good", "after")
     with pytest.raises(InputError, match=text) as refused:
-        next(documents)
+        raise bad
     assert (refused.value.code, refused.value.path) == ("E300", str(path))
     assert "line 2" in refused.value.message
+
+
+def test_a_file_is_read_as_a_stream(tmp_path: Path) -> None:
+    path = write_documents(tmp_path / "d.jsonl", [{"id": f"{i}", "text": "x" * 1000} for i in range(100)])
+    reader = JsonLines(path)
+    following = read_sources(reader)
+    assert next(following).id == "0"
+    done, total = reader.done()
+    assert 1000 < done < 2000
+    assert total == path.stat().st_size
+    assert len(list(following)) == 99
+    assert reader.done() == (total, total)
 
 
 def test_a_byte_order_mark_before_everything_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"id": "x", "text": "y"}\n{"id": "z", "text": "y"}\n')
-    assert [source.id for source in read_documents(path)] == ["x", "z"]
+    assert [source.id for source in read(path)] == ["x", "z"]
 
 
 def test_all_bad_lines_are_told_at_once(tmp_path: Path) -> None:
@@ -108,10 +135,8 @@ def test_all_bad_lines_are_told_at_once(tmp_path: Path) -> None:
             {"id": "c", "token_ids": []},
         ],
     )
-    documents = read_documents(path)
-    assert next(documents).id == "a"
     with pytest.raises(InputError) as refused:
-        next(documents)
+        read(path)
     assert (refused.value.code, refused.value.path) == ("E300", str(path))
     first, *others = refused.value.message.split("; line ")
     assert first.startswith("4 bad lines: line 2: not JSON")
@@ -133,18 +158,16 @@ def test_what_is_told_of_bad_lines_is_bounded(count: int, tmp_path: Path) -> Non
     assert message.endswith("; and 1,000 more" if count > 1000 else "; and 1 more" if count == 21 else "array")
 
 
-def test_who_gathers_bad_lines_gets_the_good_ones(tmp_path: Path) -> None:
+def test_good_lines_among_bad_ones_are_given_in_their_order(tmp_path: Path) -> None:
     path = write_documents(tmp_path / "d.jsonl", ["[]", {"id": "a", "text": "x"}, "[]", {"id": "b", "text": "x"}])
-    bad = BadLines(path)
-    assert [source.id for source in read_documents(path, bad=bad)] == ["a", "b"]
-    with pytest.raises(InputError, match=r"2 bad lines: line 1: .*; line 3: "):
-        bad.check()
-    BadLines(path).check()
+    assert [getattr(entry, "id", None) for entry in entries(path)] == [None, "a", None, "b"]
+    assert not BadEntries(path, "line")
+    BadEntries(path, "line").check()
 
 
 def test_a_repeated_id_names_both_lines(tmp_path: Path) -> None:
     path = write_documents(tmp_path / "d.jsonl", [{"id": n, "text": "x"} for n in ("a", "b", "a")])
-    with pytest.raises(InputError, match=r"line 3: id 'a' stands in line 1") as refused:
+    with pytest.raises(InputError, match=r"line 3: id 'a' stands in line 1 already") as refused:
         read(path)
     assert refused.value.code == "E300"
 

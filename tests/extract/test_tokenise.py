@@ -4,11 +4,13 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from kvformat.errors import InputError, KVFormatError, UsageError
-from kvformat.extract.sources import Source
+from kvformat.extract.documents.source import Source
 from kvformat.extract.tokenise import CANARY, Tokeniser, tokenizer_digest
 from tests.models import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -16,11 +18,15 @@ BOS = 256
 
 
 def text(value: str) -> Source:
-    return Source(id="x", line=7, text=value)
+    return Source(id="x", place="line 7", text=value)
+
+
+def given(*ids: int) -> Source:
+    return Source(id="x", place="line 7", token_ids=np.array(ids, np.int32))
 
 
 def chat(*contents: str) -> Source:
-    return Source(id="x", line=7, messages=tuple({"role": "user", "content": content} for content in contents))
+    return Source(id="x", place="line 7", messages=tuple({"role": "user", "content": content} for content in contents))
 
 
 def ids(tokeniser: Tokeniser, source: Source) -> list[int]:
@@ -64,7 +70,7 @@ def test_text_that_brings_its_own_bos_is_refused_rather_than_doubled() -> None:
 
 
 def test_token_ids_are_taken_as_they_are() -> None:
-    assert ids(Tokeniser(None), Source(id="x", line=1, token_ids=(5, 5, 9))) == [5, 5, 9]
+    assert ids(Tokeniser(None), given(5, 5, 9)) == [5, 5, 9]
 
 
 def test_truncation_keeps_the_head() -> None:
@@ -72,7 +78,7 @@ def test_truncation_keeps_the_head() -> None:
     whole = ids(Tokeniser(tokenizer), text("abcdefgh"))
     assert ids(Tokeniser(tokenizer, truncate=4), text("abcdefgh")) == whole[:4]
     assert ids(Tokeniser(tokenizer, truncate=40), text("abcdefgh")) == whole
-    assert ids(Tokeniser(None, truncate=2), Source(id="x", line=1, token_ids=(7, 8, 9))) == [7, 8]
+    assert ids(Tokeniser(None, truncate=2), given(7, 8, 9)) == [7, 8]
 
 
 def test_too_long_is_refused_unless_truncated() -> None:
@@ -89,7 +95,12 @@ def test_nothing_is_refused_with_a_remedy() -> None:
 
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:
-    refused(Tokeniser(None, vocab_size=9), Source(id="x", line=7, token_ids=(1, 9)), "E300", "vocabulary of 9")
+    refused(
+        Tokeniser(None, vocab_size=9),
+        given(1, 9),
+        "E300",
+        "vocabulary of 9",
+    )
 
 
 def test_without_tokenizer_or_template() -> None:
@@ -177,3 +188,57 @@ def test_loading(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     assert ids(Tokeniser.load(tmp_path), text("a"))[0] == BOS
     refused(Tokeniser.load(tmp_path / "absent"), text("a"), "E305", "needs a tokenizer")
+
+
+# ------------------------------------------------------------------------------------------------------ many at once
+
+
+def test_many_at_once_are_the_same_as_one_by_one() -> None:
+    tokeniser = Tokeniser(tiny_tokenizer(), vocab_size=300, max_tokens=12)
+    sources = [
+        text("abc"),
+        given(5, 1),
+        chat("hi"),
+        text("<s>doubled"),
+        text(""),
+        text("x" * 40),
+        given(300),
+        text("abc and"),
+    ]
+    together = tokeniser.documents(sources, path="docs.jsonl")
+    assert len(together) == len(sources)
+    for source, found in zip(sources, together, strict=True):
+        try:
+            alone = tokeniser.document(source, path="docs.jsonl")
+        except KVFormatError as error:
+            assert str(found) == str(error)  # noqa: PT017 - refusing is one of the two outcomes compared
+        else:
+            assert found.digest == alone.digest
+    assert [getattr(found, "code", "") for found in together] == ["", "", "", "E305", "", "E301", "E300", ""]
+
+
+def test_one_text_without_tokens_among_others_is_refused_alone() -> None:
+    first, second, third = Tokeniser(tiny_tokenizer(bos=False)).documents([text("a"), text(""), text("b")])
+    assert (first.num_tokens, second.code, third.num_tokens) == (1, "E300", 1)
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "match"),
+    [
+        (tiny_tokenizer(), tiny_tokenizer(bos=False), "another tokenizer"),
+        (tiny_tokenizer(), tiny_tokenizer(chat_template="{{ messages }}"), "another chat template"),
+        (tiny_tokenizer(), tiny_tokenizer(chat_template=None), "another chat template"),
+    ],
+    ids=["tokenizer", "template", "no template"],
+)
+def test_documents_of_another_tokenizer_are_told(made: Any, asked: Any, match: str) -> None:
+    section = Tokeniser(made).text({"text", "messages"})
+    assert match in Tokeniser(asked).difference(section)
+    assert Tokeniser(made).difference(section) is None
+    assert Tokeniser(asked).difference(Tokeniser(made).text({"token_ids"})) is None
+
+
+def test_a_canary_with_other_ids_is_told() -> None:
+    section = Tokeniser(tiny_tokenizer()).text({"text"})
+    changed = msgspec.structs.replace(section, special_tokens=False)
+    assert "canary" in Tokeniser(tiny_tokenizer()).difference(changed)

@@ -12,10 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvformat.extract.checkpoint import CheckpointSource
 from kvformat.extract.hf import HuggingFaceExtractor
+from kvformat.extract.hf.loading import load_decoder
 from kvformat.extract.probe import probe, reachable_state
 from kvformat.extract.weights import reaching_tensors, state_digest, tensor_digest, weights_digest, weights_file
 from kvformat.spec import canonical
+from tests.extract.checkpoints import cpu_ranks, save_dcp
 from tests.models import save_tiny, tiny_model
 
 
@@ -133,6 +136,39 @@ def test_one_file_many_files_and_another_storage_dtype_have_one_digest(tmp_path:
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "one").model
     base.save_pretrained(tmp_path / "base")  # names without the prefix of the whole model
     assert HuggingFaceExtractor.load(tmp_path / "base").context.model.weights.sha256 in found
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_a_dcp_checkpoint_and_safetensors_of_the_same_values_have_one_digest(tmp_path: Path, name: str) -> None:
+    model = tiny_model(name, dtype=torch.bfloat16)
+    single, sharded = tmp_path / "single", tmp_path / "sharded"
+    model.save_pretrained(single)
+    model.save_pretrained(sharded, max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    save_dcp(model.state_dict(), tmp_path / "dcp")
+    save_dcp(model.float().state_dict(), tmp_path / "wide")  # exact: every bf16 value is a float32 value
+    files = [
+        HuggingFaceExtractor.of(load_decoder(single, compute_dtype="BF16", checkpoint=checkpoint)).files["weights"]
+        for checkpoint in (
+            None,
+            f"safetensors:{single}",
+            f"safetensors:{sharded}",
+            f"dcp:{tmp_path / 'dcp'}",
+            f"dcp:{tmp_path / 'wide'}",
+        )
+    ]
+    assert len(set(files)) == 1
+    assert weights_digest(files[0]).sha256 == HuggingFaceExtractor.load(sharded).context.model.weights.sha256
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_two_ranks_saved_in_halves_has_the_digest_of_its_values(
+    tmp_path: Path, repository: Path
+) -> None:
+    saved = save_tiny(tmp_path / "model", "qwen3", tokenizer=False, intermediate_size=45, vocab_size=321)
+    cpu_ranks(repository, saved, tmp_path / "ranks", tmp_path / "store")
+    halves = CheckpointSource(kind="dcp", path=tmp_path / "ranks", preset="mot")
+    assert digest(load_decoder(saved, checkpoint=halves)) == digest(load_decoder(saved))
 
 
 def test_threads_do_not_matter() -> None:

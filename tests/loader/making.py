@@ -12,7 +12,7 @@ import torch
 from msgspec import structs
 
 import kvformat
-from kvformat.loader.layouts import CASTS, HF, BatchLayout, Packed, Padded
+from kvformat.loader.layouts import HF, BatchLayout, Packed, Padded
 from kvformat.read.dataset import Dataset
 from kvformat.spec.schema import SHARED_ROLES, Component, Last, Schema
 from kvformat.tensors import from_buffer, torch_dtype
@@ -32,6 +32,7 @@ __all__ = [
     "tensors_of",
 ]
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -72,8 +73,6 @@ def refusals(schema: Schema, layout: BatchLayout) -> set[str]:
     codes = set()
     if any(_ragged(axis.size) for tensor in (*wanted, *extras) for axis in tensor.axes[1:]):
         codes.add("E088")
-    if layout.dtype is not None and any(c.quant is not None for c in wanted):
-        codes.add("E088")
     if positions is not None and positions.axes[0].size != layout.position_rows:
         codes.add("E089")
     if isinstance(layout, HF) and not _is_cache(schema, wanted, layout):
@@ -96,7 +95,10 @@ def expected(schema: Schema, records: Sequence[dict[str, torch.Tensor]], layout:
         if not rows:
             continue
         chosen = [record[component.name][rows] for record in records]
-        if layout.dtype is not None and component.dtype in CASTS and "scale" not in component.role:
+        if layout.dtype is not None and component.quant is not None:
+            factors = [record[component.quant.scale][rows] for record in records]
+            chosen = [tensor.float() * factor for tensor, factor in zip(chosen, factors, strict=True)]
+        if layout.dtype is not None and chosen[0].dtype in _FLOATS and component.name not in _scales(schema):
             chosen = [tensor.to(torch_dtype(str(layout.dtype))) for tensor in chosen]
         ragged = _ragged(component.axes[0].size)
         components[component.name] = _joined(chosen, layout, ragged=ragged)
@@ -168,7 +170,14 @@ def _joined(given: Sequence[torch.Tensor], layout: BatchLayout, *, ragged: bool)
 
 def _chosen(schema: Schema, layout: BatchLayout) -> list[Component]:
     known = {component.name: component for component in schema.components}
-    return [known[name] for name in layout.components or known]
+    if layout.components is not None:
+        return [known[name] for name in layout.components]
+    left_out = _scales(schema) if layout.dtype is not None else ()
+    return [component for name, component in known.items() if name not in left_out]
+
+
+def _scales(schema: Schema) -> set[str]:
+    return {component.quant.scale for component in schema.components if component.quant is not None}
 
 
 def _rows(schema: Schema, component: Component, layout: BatchLayout) -> list[int]:
@@ -198,5 +207,5 @@ def _is_cache(schema: Schema, wanted: Sequence[Component], layout: BatchLayout) 
         layers[0] == layers[1] == list(range(len(layers[0])))
         and all(len(c.axes) == 3 and c.axes[0].size == "tokens" for c in wanted)
         and by_role["key"].stage == "attention"
-        and by_role["key"].quant is None
+        and (layout.dtype is not None or all(c.quant is None for c in wanted))
     )

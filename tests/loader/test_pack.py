@@ -46,9 +46,6 @@ WAYS = [
     *itertools.product(("mmap", "pread"), ("off", "first", "always"), (1, 1000)),
 ]
 ROWS = {"positions-3-rows": 3}
-QUANTISED = schema(
-    component("x", "tokens", dtype="I8", role="hidden", scale="s"), component("s", "tokens", dtype="F32")
-)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +112,9 @@ CHOICES = [
     ("hidden-and-state", {"dtype": "bfloat16"}),
     ("int8-with-scales", {"layers": (1,)}),
     ("int8-with-scales", {"components": ("k_scale", "v_scale"), "dtype": "bfloat16"}),
+    ("int8-with-scales", {"dtype": "float32"}),
+    ("int8-with-scales", {"components": ("v", "v_scale", "k"), "dtype": "BF16", "layers": (1, 0)}),
+    ("fp8-with-scales", {"dtype": "float16", "layers": (1,)}),
     ("fp8-with-scales", {"components": ("v", "v_scale")}),
     ("every-dtype", {"dtype": "float32"}),
     ("every-dtype", {"dtype": "float16"}),
@@ -216,6 +216,41 @@ def test_scales_are_shared_with_what_they_scale():
     plan = Plan(schema(latent, scale, shared=(Shared(layer=1, source=0),)), Packed(layers=(1,)))
     assert [(part.name, part.layers) for part in plan.parts] == [("c", (0,)), ("cs", (0,))]
     assert plan.rows_of == {0: {"c": 0, "cs": 0}, 1: {"c": 0, "cs": 0}}
+
+
+def test_what_is_dequantised_needs_its_scales_and_no_others():
+    """They are read and verified, and are no part of the batch unless they are named."""
+    of = VALID["int8-with-scales"].schema
+    bits = {c.name: 1 << number for number, c in enumerate(of.components)}
+    plan = Plan(of, Packed(components=("k",), layers=(1,), dtype="BF16"))
+    assert [(part.name, part.dtype, part.scale) for part in plan.parts] == [("k", "BF16", "k_scale")]
+    wanted = dict(plan.wanted)
+    assert (wanted["k"], wanted["k_scale"]) == ([(1, 1)], [(1, 1)])
+    assert "v_scale" not in wanted
+    assert plan.bits & sum(bits.values()) == bits["k"] | bits["k_scale"]
+    named = Plan(of, Packed(components=("k_scale", "k"), layers=(1,), dtype="BF16"))
+    assert [(part.name, part.dtype) for part in named.parts] == [("k_scale", "F32"), ("k", "BF16")]
+    assert sorted(dict(named.wanted)) == sorted(wanted)
+    assert len(named.wanted) == len(wanted)
+    assert named.bits == plan.bits
+
+
+def test_several_components_of_one_scale(tmp_path):
+    """Each takes the rows it has, also where a layer that shares another's has hidden states of its own."""
+    of = schema(
+        component("c", "tokens", 4, role="latent", dtype="I8", layers=(0, 2), scale="s"),
+        component("h", "tokens", 4, role="hidden", dtype="F8_E5M2", layers=(0, 2), scale="s"),
+        component("s", 1, 4, layers=(0, 2)),
+        shared=(Shared(layer=1, source=0),),
+        token_ids=True,
+    )
+    case = Case(name="mine", schema=of, entries=VALID["uniform-bf16"].entries)
+    tensors = [tensors_of(case, 0), tensors_of(case, 1)]
+    for io, verify, layers in itertools.product(("mmap", "pread"), ("first", "always"), (None, (1, 2), (2, 0))):
+        dataset = open_case(case, tmp_path / "data", io=io, verify=verify)
+        layout = Packed(layers=layers, dtype="F32")
+        for _ in range(2):
+            assert_same(gather(dataset, records=[0, 1], layout=layout), expected(case.schema, tensors, layout))
 
 
 @pytest.mark.parametrize("layout", ["packed", "right"])
@@ -320,7 +355,6 @@ def test_only_what_is_wanted_is_read_and_read_ahead(io, verify, tmp_path, monkey
         ("E082", schema(component("x", "tokens", layers=(1, 3))), Packed(layers=(1, 2))),
         ("E082", schema(component("x", "tokens")), Packed(extras=("y",))),
         ("E088", schema(component("x", "tokens", 2, 3)), HF()),
-        ("E088", QUANTISED, Packed(dtype="F32")),
         ("E089", VALID["positions-3-rows"].schema, Packed()),
         ("E089", VALID["positions-1-row"].schema, Packed(position_rows=3)),
         ("E088", VALID["shared-layers"].schema, HF()),

@@ -12,10 +12,20 @@ from transformers import AutoModel
 from kvformat.errors import make_error
 from kvformat.extract.hf.hub import commit_of
 from kvformat.extract.hf.loading import load_config
-from kvformat.extract.hf.options import check_dtype, configured_dtype, latent_widths, max_positions, wanted_layers
+from kvformat.extract.hf.options import (
+    check_dtype,
+    check_key_stage,
+    configured_dtype,
+    latent_widths,
+    max_positions,
+    wanted_layers,
+)
+from kvformat.extract.hf.stack import decoder_stack
+from kvformat.extract.key_stages import find_stages
 from kvformat.extract.probe import probe
 from kvformat.extract.shapes import cached_schema
-from kvformat.spec.schema import Schema
+from kvformat.extract.towers import takes_images
+from kvformat.spec.schema import Schema, Stage
 
 __all__ = ["Description", "describe"]
 
@@ -35,6 +45,9 @@ class Description(NamedTuple):
         Given, or what the configuration names.
     revision
         Commit of a hub id, so that weights and tokenizer are loaded from the very same; as given where nobody knows.
+    takes_images
+        Whether documents may have images. Records of documents with images have more extras than ``schema``:
+        :func:`kvformat.extract.media.with_media`.
     """
 
     family: str
@@ -43,6 +56,7 @@ class Description(NamedTuple):
     vocab_size: int | None
     compute_dtype: str
     revision: str | None
+    takes_images: bool = False
 
 
 def describe(
@@ -52,6 +66,7 @@ def describe(
     layers: Sequence[int] | None = None,
     dtype: str | None = None,
     compute_dtype: str | None = None,
+    key_stage: Stage = "attention",
 ) -> Description:
     """Build the model without storage (on the ``meta`` device) and look at what it hands to its cache.
 
@@ -68,15 +83,18 @@ def describe(
     compute = check_dtype(compute_dtype or configured_dtype(config), "compute")
     storage = check_dtype(dtype or compute, "storage")
     wanted = wanted_layers(layers, int(text_config.num_hidden_layers))
-    probed = probe(_without_storage(config, model), wanted, latent=latent_widths(text_config), watch=False)
+    decoder = _without_storage(config, model)
+    find_stages(decoder_stack(decoder, int(text_config.num_hidden_layers))[1], wanted, check_key_stage(key_stage))
+    probed = probe(decoder, wanted, latent=latent_widths(text_config), watch=False)
     vocab = getattr(text_config, "vocab_size", None)
     return Description(
         family=str(text_config.model_type),
-        schema=cached_schema(probed.forms, dtype=storage),
+        schema=cached_schema(probed.forms, dtype=storage, key_stage=key_stage),
         max_tokens=max_positions(text_config),
         vocab_size=int(vocab) if vocab else None,
         compute_dtype=compute,
         revision=revision,
+        takes_images=takes_images(config),
     )
 
 

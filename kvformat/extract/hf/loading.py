@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
-from transformers.utils import logging
 
 from kvformat import __version__
 from kvformat.errors import make_error
+from kvformat.extract.checkpoint.source import CheckpointSource, parse_checkpoint
+from kvformat.extract.hf.library import first_line, no_progress_bars
 from kvformat.extract.hf.options import DTYPES, check_dtype, configured_dtype
+from kvformat.extract.hf.restoring import Restored, restore
+from kvformat.extract.hf.stack import decoder_stack
 from kvformat.spec.context import ComputeDtype
 from kvformat.tensors import torch_dtype
 
@@ -26,6 +29,7 @@ __all__ = [
     "decoder_stack",
     "load_config",
     "load_decoder",
+    "load_from_checkpoint",
     "provenance_of",
     "refuse_adapters",
     "watchable_attention",
@@ -60,7 +64,7 @@ def load_config(model: str | Path, *, revision: str | None = None) -> Any:
     except Exception as error:  # transformers raises whatever the missing or odd file led to
         raise make_error(
             "E304",
-            f"no model configuration loads from there: {_first_line(error)}; give a directory or a hub id",
+            f"no model configuration loads from there: {first_line(error)}; give a directory or a hub id",
             path=model,
         ) from error
     if getattr(config, "is_encoder_decoder", False):
@@ -80,22 +84,39 @@ def load_decoder(
     revision: str | None = None,
     compute_dtype: str | None = None,
     attn_implementation: str | None = None,
+    checkpoint: CheckpointSource | str | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Any:
     """The decoder of a model, on the CPU, in evaluation mode.
+
+    Parameters
+    ----------
+    checkpoint, layers
+        As for :func:`load_from_checkpoint`, which also tells what to record; without a checkpoint all layers are
+        loaded.
 
     Raises
     ------
     InputError
-        E302, E304; among others where a weight is missing, or where the checkpoint holds weights of the decoder layers
-        that the model class does not know.
+        E302, E304; among others where a weight is missing, or where the model's files hold weights of the decoder
+        layers that its class does not know. E308 for a checkpoint.
     """
+    if checkpoint is not None:
+        return load_from_checkpoint(
+            model,
+            checkpoint,
+            revision=revision,
+            compute_dtype=compute_dtype,
+            attn_implementation=attn_implementation,
+            layers=layers,
+        ).module
     config = load_config(model, revision=revision)
     compute = check_dtype(compute_dtype or configured_dtype(config), "compute")
     options: dict[str, Any] = {}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     try:
-        with _no_progress_bars():
+        with no_progress_bars():
             loaded, info = AutoModel.from_pretrained(
                 str(model),
                 config=config,
@@ -106,7 +127,7 @@ def load_decoder(
                 **options,
             )
     except Exception as error:  # transformers raises whatever the missing or odd file led to
-        raise make_error("E304", f"the model does not load: {_first_line(error)}", path=model) from error
+        raise make_error("E304", f"the model does not load: {first_line(error)}", path=model) from error
     if getattr(loaded, "_hf_peft_config_loaded", False):
         raise make_error(
             "E302", "an adapter was loaded with the model; merge it and save the merged model", path=model
@@ -132,24 +153,47 @@ def load_decoder(
     return decoder.eval()
 
 
-def decoder_stack(decoder: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """Name and modules of the list of decoder layers.
+def load_from_checkpoint(
+    model: str | Path,
+    checkpoint: CheckpointSource | str,
+    *,
+    revision: str | None = None,
+    compute_dtype: str | None = None,
+    attn_implementation: str | None = None,
+    layers: Sequence[int] | None = None,
+    whole: bool = False,
+) -> Restored:
+    """A model whose directory or hub id gives its configuration alone, and a checkpoint its weights.
+
+    Parameters
+    ----------
+    checkpoint
+        Or its text, such as ``dcp:DIR``, where its names are the model's.
+    layers, whole
+        As for :func:`kvformat.extract.hf.restoring.restore`.
 
     Raises
     ------
     InputError
-        E302 where no single list has as many entries as the model has layers.
+        E302, E304, E308.
+    StorageError
+        E203, E207.
+    UsageError
+        E081.
     """
-    found = [
-        (name, module)
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers and ".0." not in f".{name}."
-    ]
-    if len(found) != 1:
-        raise make_error(
-            "E302", f"{type(decoder).__name__} has {len(found)} module lists of {num_layers} layers, expected one"
-        )
-    return found[0]
+    source = parse_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    assert source is not None
+    config = load_config(model, revision=revision)
+    compute = check_dtype(compute_dtype or configured_dtype(config), "compute")
+    return restore(
+        config,
+        source,
+        dtype=torch_dtype(compute),
+        model=model,
+        attn_implementation=attn_implementation,
+        layers=layers,
+        whole=whole,
+    )
 
 
 def compute_dtype_of(decoder: nn.Module) -> ComputeDtype:
@@ -219,20 +263,3 @@ def provenance_of(
     if commit is not None:
         found["revision"] = commit
     return found
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """The caller reports progress; bars of the library's own would break into it."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

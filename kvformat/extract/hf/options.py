@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
 from kvformat.errors import make_error
 from kvformat.extract.options import layer_numbers
 from kvformat.spec.context import ComputeDtype
+from kvformat.spec.schema import Stage
 from kvformat.tensors import torch_dtype
 
 __all__ = [
     "DTYPES",
+    "AdapterMode",
+    "check_adapter_mode",
     "check_device",
     "check_dtype",
+    "check_key_stage",
     "configured_dtype",
     "latent_widths",
     "max_positions",
     "wanted_layers",
 ]
 
+AdapterMode = Literal["merge", "apply"]
 DTYPES: tuple[ComputeDtype, ...] = ("BF16", "F16", "F32")
 _DEVICES = ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xpu")
 _SHOWN = 8  # layers a message lists
@@ -73,6 +78,22 @@ def check_dtype(name: str, what: str) -> str:
     if found not in DTYPES:
         raise make_error("E081", f"{what} dtype must be one of {', '.join(DTYPES)}, found {name!r}")
     return found
+
+
+def check_key_stage(key_stage: object) -> Stage:
+    """``raw``, ``normed`` or ``attention``; E081 for anything else."""
+    for stage in get_args(Stage):
+        if key_stage == stage:
+            return stage  # type: ignore[no-any-return]
+    raise make_error("E081", f"key_stage must be one of {', '.join(get_args(Stage))}, found {key_stage!r:.80}")
+
+
+def check_adapter_mode(mode: object) -> AdapterMode:
+    """``merge`` or ``apply``; E081 for anything else."""
+    for known in get_args(AdapterMode):
+        if mode == known:
+            return known  # type: ignore[no-any-return]
+    raise make_error("E081", f"adapter_mode must be one of {', '.join(get_args(AdapterMode))}, found {mode!r:.80}")
 
 
 def configured_dtype(config: Any) -> str:

@@ -1,0 +1,88 @@
+"""``kvformat documents``: a source of documents, tokenised once, as a documents file."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvformat.cli import model_options, options, output, source_options
+from kvformat.cli.counts import shown_facts, told
+from kvformat.cli.progress import meter
+from kvformat.cli.quiet import quiet_libraries
+from kvformat.errors import make_error
+
+if TYPE_CHECKING:
+    from kvformat.extract.documents import Documents
+
+__all__ = ["documents"]
+
+
+def documents(
+    *,
+    documents: source_options.Source,
+    model: options.Model,
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="Documents file to write: NAME.kvdocs.")],
+    revision: options.Revision = None,
+    images: model_options.Images = False,
+    column: source_options.Columns = None,
+    truncate: options.Truncate = None,
+    skip_too_long: source_options.SkipTooLong = False,
+    add_generation_prompt: options.AddGenerationPrompt = False,
+    special_tokens: options.SpecialTokens = True,
+    as_json: options.AsJson = False,
+) -> None:
+    """Tokenise documents once, and write them to a documents file.
+
+    Reads tokenizer and configuration of the model, no weights. Documents of equal token ids become one, with several
+    names. An equal file that is there already is no error; another one is never overwritten.
+    """
+    columns = source_options.parse_columns(column)
+    quiet_libraries(terminal=output.is_terminal(sys.stderr))
+    from kvformat.extract.documents import write_documents
+    from kvformat.extract.documents.opening import SUFFIX, is_documents_file
+    from kvformat.extract.options import ModelOptions, SourceOptions
+    from kvformat.extract.reasoner import describe_reasoner, load_tokeniser
+
+    if not is_documents_file(out) or is_documents_file(documents):
+        raise make_error("E081", f"--out must be the NAME{SUFFIX} of a documents file, and --documents a source")
+    reasoner = ModelOptions(model=model, revision=revision, images=images)
+    source = SourceOptions(
+        documents=documents,
+        truncate=truncate,
+        add_generation_prompt=add_generation_prompt,
+        special_tokens=special_tokens,
+    )
+    tokeniser = load_tokeniser(describe_reasoner(reasoner), reasoner, source)
+    with meter() as shown:
+        found = write_documents(
+            documents,
+            out,
+            tokeniser,
+            columns=columns,
+            too_long="skip" if skip_too_long else "refuse",
+            progress=told(shown),
+        )
+    facts = _facts(found)
+    if as_json:
+        output.emit_json({"ok": True, **facts})
+    else:
+        from kvformat.cli.tables import facts as table
+
+        output.render(table(shown_facts(facts)))
+
+
+def _facts(found: Documents) -> dict[str, Any]:
+    return {
+        "location": found.path,
+        "documents": found.num_inputs,
+        "records": len(found),
+        "names": found.num_names,
+        "duplicates": found.num_names - len(found),
+        "skipped": len(found.skipped),
+        "tokens": int(found.num_tokens.sum(dtype="uint64")),
+        "longest": int(found.num_tokens.max()),
+        "nbytes": found.proof.nbytes,
+        "sha256": found.proof.sha256,
+    }

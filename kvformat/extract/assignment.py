@@ -1,0 +1,34 @@
+"""Which shard a worker makes next. Pure: workers that look at the same facts need not talk to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+__all__ = ["next_shard"]
+
+_WORTH_REPEATING = 0.5
+
+
+def next_shard(missing: Collection[int], in_hand: Mapping[int, float], *, rank: int, world_size: int) -> int | None:
+    """The shard to make next; None while there is nothing worth doing.
+
+    First come the worker's own: those whose ordinal is its rank modulo the number of workers, in order. Then, of what
+    others have not begun, it takes from the end, where they come last. What a live worker has in hand is repeated
+    where less than half of it is done: its first receipt decides, and the twin is dropped.
+
+    Parameters
+    ----------
+    missing
+        Ordinals of the shards nobody finished.
+    in_hand
+        Of shards other live workers are at, the part that is done, 0 to 1.
+    """
+    begun = [ordinal for ordinal in missing if ordinal in in_hand]
+    free = sorted(ordinal for ordinal in missing if ordinal not in in_hand)
+    own = [ordinal for ordinal in free if ordinal % world_size == rank]
+    if own:
+        return own[0]
+    if free:
+        return free[-1 - rank % len(free)]  # two idle workers seldom take the same
+    slow = sorted((in_hand[ordinal], ordinal) for ordinal in begun if in_hand[ordinal] < _WORTH_REPEATING)
+    return slow[rank % len(slow)][1] if slow else None

@@ -1,0 +1,219 @@
+"""One worker of a plan: it makes shards until all of them are there, by whomever they were made."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Collection, Iterator
+
+from msgspec.structs import replace
+
+from kvformat.extract.assignment import next_shard
+from kvformat.extract.batch_check import Batches, effective_groups
+from kvformat.extract.meter import PipelineMeter, PipelineTimes
+from kvformat.extract.pipeline import INFLIGHT_NBYTES, run_groups
+from kvformat.extract.plan import Plan, PlannedDocument
+from kvformat.extract.progress import Progress
+from kvformat.extract.recheck import Recheck
+from kvformat.extract.refused import OnError
+from kvformat.extract.sink import ShardSink
+from kvformat.interfaces import Extractor
+from kvformat.loader.world import World
+from kvformat.write.record import RecordEncoder
+from kvformat.write.sealing import seal
+from kvformat.write.worker_state import WorkerState, is_alive
+from kvformat.write.workshop import Workshop
+
+__all__ = ["make_shards", "seal_in_turn"]
+
+_SHORTEST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 5.0
+
+
+def make_shards(
+    workshop: Workshop,
+    plan: Plan,
+    extractor: Extractor,
+    *,
+    world: World,
+    allow_non_finite: Collection[str],
+    batches: Batches,
+    on_error: OnError,
+    allow_skips: bool,
+    report: Progress,
+    only: Collection[int] | None = None,
+) -> PipelineTimes:
+    """Make shards of a plan; returns when all of them are finished.
+
+    Shards of earlier runs are looked at again meanwhile, by each worker those that are its own.
+
+    Parameters
+    ----------
+    batches
+        What becomes of the plan's forward groups.
+    allow_skips
+        Otherwise shards of earlier runs some of whose documents were skipped are made again.
+    only
+        Just these, and then no more.
+
+    Raises
+    ------
+    KVFormatError
+        Whatever extractor and workshop raise. Finished shards stay staged.
+    """
+    encoder = RecordEncoder(workshop.layout, allow_non_finite=allow_non_finite)
+    work = _Work(workshop, plan, world, report, only)
+    with Recheck(workshop, work.own_finished(), allow_skips=allow_skips) as recheck:
+        while True:
+            run_groups(
+                extractor,
+                work.groups(batches, recheck),
+                work.sink,
+                encoder=encoder,
+                max_inflight_nbytes=INFLIGHT_NBYTES,
+                on_error=on_error,
+                meter=work.meter,
+            )
+            work.sink.drop()
+            workshop.flush()
+            if not work.wait(recheck):
+                break
+    times = work.meter.times()
+    report.times(times)
+    return times
+
+
+class _Work:
+    """What this worker knows of the shards of the plan."""
+
+    def __init__(
+        self, workshop: Workshop, plan: Plan, world: World, report: Progress, only: Collection[int] | None
+    ) -> None:
+        self._workshop = workshop
+        self._plan = plan
+        self._world = world
+        self._report = report
+        self._wanted = frozenset(range(plan.num_shards) if only is None else only)
+        self._before = workshop.finished() & self._wanted
+        self._made: set[int] = set()
+        self._looked = time.monotonic()
+        self._average_nbytes = plan.nbytes / max(1, plan.num_shards)
+        self.meter = PipelineMeter()
+        self.sink = ShardSink(workshop, plan, added=self._added)
+        for ordinal in sorted(self._before):
+            tokens, nbytes = plan.shard_size(ordinal)
+            report.advance(tokens=tokens, nbytes=nbytes, computed=False)
+
+    def own_finished(self) -> list[int]:
+        """Shards an earlier run finished that this worker looks at again."""
+        return [ordinal for ordinal in sorted(self._before) if ordinal % self._world.size == self._world.rank]
+
+    def groups(self, batches: Batches, recheck: Recheck) -> Iterator[list[PlannedDocument]]:
+        """Forward groups of one shard after the other, as long as there is one to make."""
+        while (ordinal := self._choose(recheck)) is not None:
+            self.sink.begin(ordinal)
+            for group in effective_groups(self._plan.groups(ordinal), batches):
+                if self._is_overtaken(ordinal):
+                    return
+                yield [self._plan.document(record) for record in group]
+            self._made.add(ordinal)
+
+    def wait(self, recheck: Recheck) -> bool:
+        """Wait until there is a shard to make; False once all are finished."""
+        told = False
+        pause_s = _SHORTEST_WAIT_S
+        while True:
+            if recheck.running and self._all_known():
+                recheck.wait()
+            if self._choose(recheck) is not None:
+                return True
+            if not self._missing(recheck):
+                return False
+            if not told:
+                told = True
+                self._report.phase("wait")
+                self._workshop.report(replace(self._workshop.state, phase="wait", shard=None))
+            threading.Event().wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+
+    def _choose(self, recheck: Recheck) -> int | None:
+        missing = self._missing(recheck)
+        if not missing:
+            return None
+        return next_shard(missing, self._in_hand(), rank=self._world.rank, world_size=self._world.size)
+
+    def _missing(self, recheck: Recheck) -> frozenset[int]:
+        """Wanted shards nobody finished, as far as is known; those made here are on their way."""
+        if self._world.size == 1:  # nobody else is expected: nothing needs to be looked up
+            finished = self._before - frozenset(recheck.missing())
+        else:
+            recheck.missing()
+            finished = self._workshop.finished()
+            others = len((finished & self._wanted) - self._before - self._made)
+            self._report.elsewhere(nbytes=round(others * self._average_nbytes))
+        return self._wanted - finished - self._made
+
+    def _is_overtaken(self, ordinal: int) -> bool:
+        """Whether another worker finished the shard in hand meanwhile; looked up now and then."""
+        now = time.monotonic()
+        if self._world.size == 1 or now - self._looked < _LONGEST_WAIT_S:
+            return False
+        self._looked = now
+        return ordinal in self._workshop.finished()
+
+    def _all_known(self) -> bool:
+        return self._wanted <= self._before | self._made
+
+    def _in_hand(self) -> dict[int, float]:
+        """Shards other live workers are at, and how much of each is done."""
+        if self._world.size == 1:
+            return {}
+        found = {}
+        for worker in self._workshop.workers():
+            state = worker.state
+            if state.token != self._workshop.state.token and state.shard is not None and is_alive(worker):
+                found[state.shard] = state.shard_records / max(1, state.shard_total)
+        return found
+
+    def _added(self, tokens: int, nbytes: int) -> None:
+        self._report.advance(tokens=tokens, nbytes=nbytes, computed=True)
+        self._report.times(self.meter.times())
+
+
+def seal_in_turn(workshop: Workshop, plan: Plan, *, allow_skips: bool) -> str:
+    """Publish what all workers made: the first of them that lives does, and the others wait for it.
+
+    Returns
+    -------
+    str
+        The dataset id.
+
+    Raises
+    ------
+    KVFormatError
+        As for :func:`kvformat.write.sealing.seal`.
+    """
+    pause_s = _SHORTEST_WAIT_S
+    workshop.report(replace(workshop.state, phase="seal", shard=None))
+    while True:
+        root = workshop.root()
+        if root is not None:
+            return hashlib.sha256(root).hexdigest()
+        if _leads(workshop):
+            return seal(workshop, plan, allow_skips=allow_skips)
+        threading.Event().wait(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+
+
+def _leads(workshop: Workshop) -> bool:
+    """Whether no worker before this one is at the same. If two believe it, they publish the same."""
+    own = _place(workshop.state)
+    return not any(
+        worker.state.phase == "seal" and is_alive(worker) and _place(worker.state) < own
+        for worker in workshop.workers()
+    )
+
+
+def _place(state: WorkerState) -> tuple[int, str]:
+    return state.rank, state.token

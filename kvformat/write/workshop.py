@@ -1,0 +1,487 @@
+"""Where any number of workers, on any number of machines, make the shards of one plan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from msgspec.structs import replace
+
+from kvformat.errors import KVFormatError, KVFormatWarning, make_error
+from kvformat.spec.layout import Layout
+from kvformat.spec.manifest import Manifest
+from kvformat.spec.paths import ROOT, shard_path
+from kvformat.storage.faults import translated
+from kvformat.storage.local_write import LocalFiles
+from kvformat.storage.remote import Remote
+from kvformat.write.deliveries import Deliveries
+from kvformat.write.finisher import MOST_WAITING
+from kvformat.write.heartbeat import Heartbeat
+from kvformat.write.local_shared import LocalShared
+from kvformat.write.local_workers import find_runs as find_local
+from kvformat.write.parallel import side_by_side
+from kvformat.write.planned import Planned
+from kvformat.write.planned_shard import PlannedShard, documents_fault
+from kvformat.write.receipt_file import decode_receipt, encode_receipt
+from kvformat.write.remote_publish import read_root
+from kvformat.write.remote_shared import RemoteShared
+from kvformat.write.remote_workers import find_runs as find_remote
+from kvformat.write.rows import EncodedPart
+from kvformat.write.run import RunIdentity, SameFile, run_differs
+from kvformat.write.shared import Beside, FoundRun, Shared, work_beside
+from kvformat.write.spool import SpoolFiles, spool_directory
+from kvformat.write.staging import Receipt
+from kvformat.write.worker_state import STALE_S, Phase, Worker, WorkerState
+
+__all__ = ["Workshop", "find_runs", "open_workshop"]
+
+_SAID_EVERY_S = STALE_S / 10
+_SOONEST_S = 1.0
+_AHEAD = 64
+_ATTEMPTS = 5
+
+
+class Workshop:
+    """One worker's hold on the shared work of a run. Made by :func:`open_workshop`, used as a context manager.
+
+    Leaving the block lets complete shards be delivered, and leaves the staging for others; an interrupt does not wait
+    for what has not begun. :meth:`remove` leaves too, and lets the last one out remove the staging of a published
+    dataset. Methods may be called by several threads, those of one shard by one at a time.
+
+    Attributes
+    ----------
+    run, covered
+        The run that counts, and its covered files by label: those of the worker that began.
+    layout
+        Of its schema.
+    state
+        What :meth:`report` was told last.
+    beside
+        Work of the same plan that this run does not continue, as values would differ.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        planned: Planned,
+        state: WorkerState,
+        *,
+        beside: tuple[Beside, ...],
+        max_waiting_nbytes: int,
+        clock: Callable[[], float],
+        close: Callable[[], None],
+    ) -> None:
+        self._shared = shared
+        self._planned = planned
+        self._clock = clock
+        self._close = close
+        self._deliveries = Deliveries(max_nbytes=max_waiting_nbytes)
+        self._shards: set[PlannedShard] = set()
+        self._said = state.updated
+        self._beats = Heartbeat(self._beat, every_s=_SAID_EVERY_S)
+        self.run = shared.run
+        self.covered = shared.covered
+        self.layout = Layout(shared.run.schema)
+        self.state = state
+        self.beside = beside
+        self._beats.start()
+
+    @property
+    def place(self) -> Path | str:
+        """Path or URL of the staging, for messages."""
+        return self._shared.place
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(keep=isinstance(error, Exception | None))
+
+    # -- shards ----------------------------------------------------------------------------------------------------
+
+    def finished(self) -> frozenset[int]:
+        """Ordinals of the shards there is a receipt for; no receipt is read."""
+        return self._shared.ordinals()
+
+    def begin(self, ordinal: int) -> PlannedShard:
+        """Begin a shard. Other workers may be at work on the same one.
+
+        Raises
+        ------
+        UsageError
+            E081 for an ordinal that is not planned.
+        StorageError
+            E200 where the disk is full.
+        """
+        shard = PlannedShard(
+            self._shared.files,
+            self._shared.part(self._checked(ordinal)),
+            self.layout,
+            ordinal=ordinal,
+            documents=self._planned.shard_documents(ordinal),
+            version=self.run.version,
+            header_size=self.run.header_size,
+        )
+        self._shards.add(shard)
+        return shard
+
+    def deliver(self, shard: PlannedShard) -> Future[Receipt]:
+        """Let a helper thread complete a shard, and bring it where it counts, once there is room for it.
+
+        Returns
+        -------
+        Future
+            The receipt that counts: of this shard, or of the same one of a worker that was faster. Then nothing of
+            this one stays, but in an object store what arrived.
+
+        Raises
+        ------
+        ConflictError
+            E115 for a shard that is not complete, E119 for one all of whose documents were skipped: nothing of it
+            stays.
+        KVFormatError
+            What an earlier delivery failed with. The future fails with E112 where another worker's shard holds other
+            documents, E200 where the disk is full, and whatever else the storage refuses.
+        """
+        shard.check_complete()
+        return self._deliveries.submit(partial(self._settle, shard), self.run.header_size + shard.nbytes)
+
+    def flush(self) -> None:
+        """Wait until all that was delivered is there; raises what the first delivery that failed did."""
+        self._deliveries.flush()
+
+    def stop(self) -> None:
+        """Let what is being delivered fail soon: nobody waits for it any more."""
+        self._shared.stop()
+
+    def check(self, ordinal: int, *, allow_skips: bool = True) -> bool:
+        """Look at a finished shard of an earlier run again; whether it may stay finished.
+
+        A local one is hashed; of one in an object store, existence and size are looked at. A damaged one is set aside
+        with a warning (W006), and counts as missing from then on.
+
+        Parameters
+        ----------
+        allow_skips
+            Otherwise a shard some of whose documents were skipped counts as missing too, for them to be tried again.
+        """
+        data = self._shared.read(self._checked(ordinal))
+        if data is None:
+            return False
+        receipt, why = self._decoded(ordinal, data)
+        if receipt is not None:
+            why = documents_fault(receipt, self._planned.shard_documents(ordinal))
+            why = why or self._shared.fault(receipt, self.layout, whole=True)
+        if why is not None:
+            self._set_aside(ordinal, data, receipt, why)
+            return False
+        if receipt is not None and receipt.skipped and not allow_skips:
+            self._shared.set_aside(ordinal, data, receipt)
+            return False
+        return True
+
+    def receipts(self) -> Iterator[tuple[int, Receipt | None]]:
+        """The receipt of every planned shard by ordinal; None where there is none, or its shard is not there.
+
+        Some are read ahead, side by side; they are not kept.
+
+        Raises
+        ------
+        ConflictError
+            E112 for documents that are not the planned ones.
+        """
+        sizes = self._shared.sizes()
+        for first in range(0, self._planned.num_shards, _AHEAD):
+            ordinals = range(first, min(first + _AHEAD, self._planned.num_shards))
+            found = side_by_side(lambda ordinal: self._counting(ordinal, sizes), ordinals)
+            yield from zip(ordinals, found, strict=True)
+
+    # -- others ----------------------------------------------------------------------------------------------------
+
+    def report(self, state: WorkerState) -> None:
+        """Tell others how this worker gets on: ``replace(workshop.state, shard=..., nbytes=...)``.
+
+        Cheap: it is passed on at most once a second, or when shard or phase are others; now and then in any case.
+        """
+        now = self._clock()
+        before, self.state = self.state, replace(state, updated=now)
+        changed = (before.shard, before.phase) != (state.shard, state.phase)
+        if changed or now - self._said >= _SOONEST_S:
+            self._said = now
+            self._shared.say(self.state)
+
+    def workers(self) -> list[Worker]:
+        """What all workers, this one included, said of themselves, and whether they live; by rank."""
+        return self._shared.workers()
+
+    def root(self) -> bytes | None:
+        """The root, once a worker published; None before. Its SHA-256 is the dataset id."""
+        return self._shared.root()
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def publish(
+        self, *, shards: Sequence[tuple[int, bytes]], parts: Sequence[EncodedPart], manifest: Manifest
+    ) -> bytes:
+        """Publish shards, given by ordinal and SHA-256; for :func:`kvformat.write.sealing.seal`, which proves them."""
+        return self._shared.publish(shards=shards, parts=parts, covered=self.covered, manifest=manifest)
+
+    def close(self, *, keep: bool = True) -> None:
+        """Leave. More than once is harmless.
+
+        Parameters
+        ----------
+        keep
+            Whether complete shards are delivered first, whatever that takes; what fails then is left out.
+        """
+        try:
+            self._end(keep=keep)
+        finally:
+            self._shared.leave()
+            self._close()
+
+    def remove(self) -> None:
+        """Leave a dataset that is published; the last one out removes the staging."""
+        try:
+            self._end(keep=False)
+        finally:
+            try:
+                self._shared.remove()
+            finally:
+                self._close()
+
+    # -- within ----------------------------------------------------------------------------------------------------
+
+    def _end(self, *, keep: bool) -> None:
+        if not keep:
+            self._shared.stop()
+        self._deliveries.close(keep=keep)
+        for shard in list(self._shards):
+            self._drop(shard)
+        self._beats.stop()
+
+    def _checked(self, ordinal: int) -> int:
+        if not 0 <= ordinal < self._planned.num_shards:
+            raise make_error("E081", f"the plan has shards 0 to {self._planned.num_shards - 1}, found {ordinal}")
+        return ordinal
+
+    def _settle(self, shard: PlannedShard) -> Receipt:
+        """Complete a shard, unless another worker was faster; the receipt that counts."""
+        try:
+            first = self._counting(shard.ordinal)
+            return first if first is not None else self._kept(shard)
+        finally:
+            self._drop(shard)
+
+    def _kept(self, shard: PlannedShard) -> Receipt:
+        receipt = shard.complete()
+        data = encode_receipt(receipt, key=self.run.key)
+        try:
+            self._shared.keep(shard.path, receipt)
+            counts = self._first(receipt, data)
+        except BaseException:
+            with contextlib.suppress(KVFormatError):
+                if self._shared.read(shard.ordinal) is None:
+                    self._shared.drop(receipt)
+            raise
+        if counts.sha256 != receipt.sha256:
+            self._shared.drop(receipt)
+        return counts
+
+    def _first(self, receipt: Receipt, data: bytes) -> Receipt:
+        for _ in range(_ATTEMPTS):
+            if self._shared.create(receipt.ordinal, data):
+                return receipt
+            first = self._counting(receipt.ordinal)
+            if first is not None:
+                return first
+        raise make_error(
+            "E116",
+            f"receipts of shard {receipt.ordinal} are damaged again and again: check the storage",
+            path=self.place,
+        )
+
+    def _counting(self, ordinal: int, sizes: Mapping[str, int] | None = None) -> Receipt | None:
+        """The receipt that counts, once its shard is found to be there; what is damaged is set aside."""
+        data = self._shared.read(ordinal)
+        if data is None:
+            return None
+        receipt, why = self._decoded(ordinal, data)
+        if receipt is not None:
+            differs = documents_fault(receipt, self._planned.shard_documents(ordinal))
+            if differs is not None:
+                raise make_error(
+                    "E112",
+                    f"the receipt of shard {ordinal} is not by this plan: {differs}; run `kvformat clean` and start "
+                    "again",
+                    path=self.place,
+                )
+            if not (sizes and sizes.get(shard_path(ordinal, bytes.fromhex(receipt.sha256))) == receipt.size):
+                why = self._shared.fault(receipt, self.layout, whole=False)
+        if why is not None:
+            self._set_aside(ordinal, data, receipt, why)
+            return None
+        return receipt
+
+    def _decoded(self, ordinal: int, data: bytes) -> tuple[Receipt | None, str | None]:
+        """A receipt, or what is wrong with it."""
+        try:
+            receipt = decode_receipt(data, key=self.run.key, ordinal=ordinal, path=self.place)
+        except KVFormatError as error:
+            return None, error.message.partition(": run `kvformat clean`")[0]
+        size = self.run.header_size + sum(self.layout.place(record.dims).nbytes for record in receipt.records)
+        return receipt, None if receipt.size == size else f"its receipt says {receipt.size} bytes, its records {size}"
+
+    def _set_aside(self, ordinal: int, data: bytes, receipt: Receipt | None, why: str) -> None:
+        self._shared.set_aside(ordinal, data, receipt)
+        message = f"shard {ordinal} is set aside and will be made again: {why}"
+        warnings.warn(KVFormatWarning(message, code="W006", path=str(self.place)), stacklevel=3)
+
+    def _drop(self, shard: PlannedShard) -> None:
+        shard.discard()
+        self._shards.discard(shard)
+
+    def _beat(self) -> None:
+        now = self._clock()
+        if now - self._said >= _SAID_EVERY_S / 2:
+            self._said = now
+            self._shared.say(replace(self.state, updated=now))
+
+
+def open_workshop(
+    target: Path | Remote,
+    run: RunIdentity,
+    planned: Planned,
+    *,
+    covered: Mapping[str, bytes],
+    rank: int = 0,
+    world_size: int = 1,
+    phase: Phase = "start",
+    spool: str | os.PathLike[str] | None = None,
+    max_waiting_nbytes: int | None = None,
+    same_file: SameFile | None = None,
+    files: LocalFiles | None = None,
+    keep_open: bool = True,
+    published: bool = False,
+    clock: Callable[[], float] = time.time,
+) -> Workshop:
+    """Join the workers of a run, or begin it: whatever earlier runs of the same key finished is continued.
+
+    Parameters
+    ----------
+    target
+        Directory of the dataset, made where it does not exist, or its URL.
+    covered
+        Covered files by label, those that ``run`` names.
+    rank, world_size
+        Which worker this is, of how many. Only told to others: no worker waits for another.
+    phase
+        What it begins with.
+    spool
+        Of an object store, as for :func:`kvformat.create`.
+    max_waiting_nbytes
+        Most bytes of complete shards that wait for helper threads; three full shards unless given.
+    same_file
+        Whether two contents of a covered file, the staged one and one's own, mean the same although their bytes
+        differ; then the staged one counts.
+    files
+        Operations that change the disk; tests inject their own.
+    keep_open
+        Leave the client of an object store to the caller.
+    published
+        Also where a dataset is published already.
+    clock
+        Seconds since 1970.
+
+    Raises
+    ------
+    DatasetExistsError
+        E100 where a dataset is published there.
+    IdentityError
+        E120 where the staged run is another one, or ``planned`` is not its plan; and, with several workers, where work
+        of the same plan by another run is staged beside it. A single worker begins anew then, see
+        :attr:`Workshop.beside`.
+    FormatError
+        Whatever a reader would refuse of the manifest.
+    KVFormatError
+        E116, E117, E200, E201, E203, E207 to E209.
+    """
+    if not 0 <= rank < world_size:
+        raise make_error("E081", f"rank must be 0 to world_size - 1, found {rank} of {world_size}")
+    if planned.digest != run.plan:
+        raise run_differs([f"plan ({planned.digest} here, {run.plan} there)"], _place(target))
+    run.draft(_place(target), covered)
+    now = clock()
+    state = WorkerState(
+        rank=rank,
+        world_size=world_size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        token=secrets.token_hex(4),
+        started=now,
+        updated=now,
+        phase=phase,
+    )
+    if not published:
+        _require_free(target)
+    shared: Shared
+    if isinstance(target, Path):
+        local = files or LocalFiles()
+        shared = LocalShared.open(target, run, covered, state, files=local, same_file=same_file)
+    else:
+        base = spool_directory(spool)
+        local = files or SpoolFiles()
+        shared = RemoteShared.open(target, run, covered, state, base=base, files=local, same_file=same_file)
+    try:
+        if not published:
+            _require_free(target)  # the last ones of a run may have left meanwhile
+        others = work_beside(shared)
+        if others and world_size > 1:
+            raise run_differs(list(others[0].differences), others[0].place)
+    except BaseException:
+        with contextlib.suppress(KVFormatError, OSError):  # the first failure says more
+            shared.remove(unpublished=True)
+        raise
+    waiting = MOST_WAITING * (run.shard_nbytes + run.header_size)
+    return Workshop(
+        shared,
+        planned,
+        state,
+        beside=others,
+        max_waiting_nbytes=waiting if max_waiting_nbytes is None else max_waiting_nbytes,
+        clock=clock,
+        close=lambda: None if keep_open or isinstance(target, Path) else target.close(),
+    )
+
+
+def _place(target: Path | Remote) -> Path | str:
+    return target if isinstance(target, Path) else target.path("")
+
+
+def _require_free(target: Path | Remote) -> None:
+    if isinstance(target, Path):
+        with translated(target):
+            there = (target / ROOT).exists()
+    else:
+        there = read_root(target) is not None
+    if there:
+        raise make_error("E100", "a dataset is here already; choose another location", path=_place(target))
+
+
+def find_runs(target: Path | Remote, *, spool: str | os.PathLike[str] | None = None) -> list[FoundRun]:
+    """Runs whose work is staged at a location, without disturbing it."""
+    if isinstance(target, Path):
+        return find_local(target)
+    return find_remote(target, base=spool_directory(spool))

@@ -1,0 +1,712 @@
+"""Workers of one plan: first receipts count, damage costs one shard, and whoever differs is told in what."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+import kvformat
+from kvformat.errors import KVFormatError, KVFormatWarning
+from kvformat.storage.lease import DirectoryLease
+from kvformat.testing.memory_store import MemoryStore
+from kvformat.write import local_shared
+from kvformat.write.receipt_file import decode_receipt, encode_receipt
+from kvformat.write.sealing import seal
+from kvformat.write.spool import spools
+from kvformat.write.staging import SkippedDocument
+from kvformat.write.workshop import find_runs
+from tests.write.make import tree
+from tests.write.planning import COVERED, SmallPlan, fill, make, opened, remote, run_of, simple, work
+
+
+class Place:
+    """Where the tests of one kind of target look."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.kind = kind
+        self.store = MemoryStore()
+        self.directory = directory / "ds"
+        self.spool = directory / "spool"
+
+    @property
+    def target(self):
+        return self.directory if self.kind == "local" else remote(self.store)
+
+    def opened(self, plan, **options):
+        if self.kind == "remote":
+            options.setdefault("spool", self.spool)
+        return opened(self.target, plan, **options)
+
+    def names(self):
+        """Names of everything, relative to the dataset."""
+        if self.kind == "remote":
+            return sorted(self.store.objects)
+        return sorted(name for name in tree(self.directory) if (self.directory / name).is_file())
+
+    def shards(self):
+        """Names of shards that are kept, by ordinal."""
+        return [name for name in self.names() if name.endswith((".shard", ".safetensors")) and "index/" not in name]
+
+    def read(self, name):
+        return self.store.objects[name] if self.kind == "remote" else (self.directory / name).read_bytes()
+
+    def write(self, name, data):
+        if self.kind == "remote":
+            self.store.objects[name] = data
+        else:
+            (self.directory / name).write_bytes(data)
+
+    def delete(self, name):
+        if self.kind == "remote":
+            del self.store.objects[name]
+        else:
+            (self.directory / name).unlink()
+
+    def receipt(self, plan, ordinal):
+        key = run_of(plan).key
+        return f".staging/{key}{'' if self.kind == 'remote' else '-workers'}/{ordinal:08d}.json"
+
+    def whole(self, tmp_path):
+        """The published dataset, verified."""
+        location = self.directory
+        if self.kind == "remote":
+            location = tmp_path / "downloaded"
+            for name, data in self.store.objects.items():
+                path = location / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+        report = kvformat.verify(location)
+        assert (report.ok, report.level, report.findings) == (True, 4, ())
+        return kvformat.open(location, expected_id=report.id)
+
+
+@pytest.fixture(params=["local", "remote"])
+def place(request, tmp_path):
+    return Place(request.param, tmp_path)
+
+
+@pytest.fixture
+def plan():
+    return SmallPlan()
+
+
+def code_of(call, *args, **options):
+    with pytest.raises(KVFormatError) as caught:
+        call(*args, **options)
+    return caught.value.code
+
+
+# ---------------------------------------------------------------------------------------------------- making a dataset
+
+
+def test_one_worker_makes_what_the_simple_writer_makes(place, plan, tmp_path):
+    with place.opened(plan) as workshop:
+        assert workshop.finished() == frozenset()
+        assert workshop.beside == ()
+        work(workshop, plan)
+        assert workshop.finished() == frozenset(range(4))
+        assert workshop.root() is None
+        identity = seal(workshop, plan)
+        workshop.remove()
+    assert identity == simple(tmp_path / "simple", plan)
+    assert place.whole(tmp_path).id == identity
+    assert [name for name in place.names() if name.startswith(".staging")] == []
+    assert not (place.directory / ".staging").exists()
+    assert spools(place.spool) == []
+
+
+def test_a_worker_goes_on_where_others_stopped(place, plan, tmp_path):
+    with place.opened(plan, rank=1, world_size=3) as workshop:
+        make(workshop, plan, [1, 3])
+    with place.opened(plan) as workshop:
+        assert workshop.finished() == {1, 3}
+        assert workshop.check(1)
+        assert workshop.check(3)
+        assert not workshop.check(0)
+        make(workshop, plan, [0, 2])
+        identity = seal(workshop, plan)
+    assert identity == simple(tmp_path / "simple", plan)
+    assert place.whole(tmp_path).id == identity
+
+
+def test_ten_thousand_finished_shards_are_known_by_their_names(place, monkeypatch, plan):
+    """No receipt is read, and an object store is asked once for each page of names."""
+    with place.opened(plan) as workshop:
+        make(workshop, plan, [0])
+        folder = place.receipt(plan, 0).rpartition("/")[0]
+        for ordinal in range(1, 10_000):
+            place.write(f"{folder}/{ordinal:08d}.json", b"unread")
+            if place.kind == "local":
+                place.write(f"{folder}/{ordinal:08d}-{'0' * 16}.shard", b"")
+        place.store.calls.clear()
+        monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
+        assert workshop.finished() == frozenset(range(10_000))
+        monkeypatch.undo()
+        assert place.store.calls == ([("list", folder + "/")] if place.kind == "remote" else [])
+
+
+def test_a_store_that_may_not_be_listed(plan, tmp_path):
+    from kvformat.storage.store import DeniedFault
+    from kvformat.testing.faulty_store import FaultyStore, Rule, raised
+
+    store = MemoryStore()
+    faulty = FaultyStore(store, [Rule("list", raised(lambda: DeniedFault("no")))])
+    with opened(remote(faulty), plan, spool=tmp_path / "spool") as workshop:
+        make(workshop, plan, [0, 2])
+        assert workshop.finished() == {0, 2}
+        assert workshop.workers() == []
+        make(workshop, plan, [1, 3])
+        identity = seal(workshop, plan)
+        workshop.remove()
+    assert identity == simple(tmp_path / "simple", plan)
+    assert [name for name in store.objects if name.startswith(".staging/") and "/worker-" not in name] == []
+
+
+# ------------------------------------------------------------------------------------------------------------ receipts
+
+
+@pytest.mark.parametrize("variant", [0, 1])
+def test_the_first_receipt_decides(place, plan, variant):
+    """A late twin is discarded, whether its bytes are equal or not; its caller is told what counts."""
+    with place.opened(plan) as first, place.opened(plan) as second:
+        early, late = first.begin(1), second.begin(1)
+        counts = first.deliver(fill(early, plan)).result(60)
+        before = [name for name in place.names() if not name.endswith(".part")]
+        assert second.deliver(fill(late, plan, variant=variant)).result(60) == counts
+        assert place.names() == before
+        assert not early.path.exists()
+        assert not late.path.exists()
+
+
+@pytest.mark.parametrize("variant", [0, 1])
+def test_twins_that_are_completed_side_by_side(place, plan, variant, monkeypatch):
+    """Both look for a receipt before there is one: the one that creates it wins, the other keeps nothing here."""
+    both = threading.Barrier(2)
+    with place.opened(plan) as first, place.opened(plan) as second:
+        for workshop in (first, second):
+            keep = workshop._shared.keep
+
+            def kept(path, receipt, keep=keep):
+                both.wait(60)
+                keep(path, receipt)
+                both.wait(60)
+
+            monkeypatch.setattr(workshop._shared, "keep", kept)
+        futures = [
+            first.deliver(fill(first.begin(0), plan)),
+            second.deliver(fill(second.begin(0), plan, variant=variant)),
+        ]
+        one, other = (future.result(60) for future in futures)
+        assert one == other
+        kept_here = 1 if place.kind == "local" or variant == 0 else 2  # what arrived in a store is never removed
+        assert len(place.shards()) == kept_here
+        assert any(one.sha256[:16] in name for name in place.shards())
+        assert first.check(0)
+
+
+def test_a_receipt_of_other_documents_is_refused(place, plan):
+    with place.opened(plan) as workshop:
+        receipt = workshop.deliver(fill(workshop.begin(0), plan)).result(60)
+        odd = replace(receipt, records=receipt.records[::-1])
+        place.write(place.receipt(plan, 0), encode_receipt(odd, key=workshop.run.key))
+        with pytest.raises(KVFormatError) as caught:
+            workshop.deliver(fill(workshop.begin(0), plan)).result(60)
+        assert caught.value.code == "E112"
+        assert "neither stored nor skipped" in caught.value.message
+        with pytest.raises(KVFormatError) as caught:
+            list(workshop.receipts())
+        assert caught.value.code == "E112"
+
+
+def test_documents_are_those_of_the_plan_in_its_order(place, plan):
+    with place.opened(plan) as workshop:
+        document = plan.document(1).digest
+        shard = workshop.begin(0)
+        assert code_of(shard.skip, document, "not its turn") == "E112"
+        assert not shard.path.exists()
+        assert code_of(shard.skip, plan.document(0).digest, "gone") == "E115"
+        shard = fill(workshop.begin(0), plan)
+        assert code_of(shard.skip, document, "one too many") == "E112"
+        shard = fill(workshop.begin(0), plan, stop=1)
+        assert code_of(workshop.deliver, shard) == "E115"
+        assert not shard.path.exists()
+        assert code_of(workshop.begin, 4) == "E081"
+        assert code_of(workshop.begin, -1) == "E081"
+        for reason in ("", 7, "\udc80"):
+            assert code_of(workshop.begin(1).skip, plan.document(2).digest, reason) == "E081"
+        assert place.shards() == []
+
+
+def test_one_shard_is_begun_once_by_a_worker(place, plan):
+    with place.opened(plan) as workshop:
+        shard = workshop.begin(0)
+        assert code_of(workshop.begin, 0) == "E115"
+        shard.discard()
+        workshop.begin(0)
+
+
+def test_all_of_a_shard_skipped_is_refused(place, plan):
+    with place.opened(plan) as workshop:
+        shard = fill(workshop.begin(1), plan, skip=[2, 3])
+        with pytest.raises(kvformat.ConflictError) as caught:
+            workshop.deliver(shard)
+        assert caught.value.code == "E119"
+        assert "record 2 is odd" in caught.value.message
+        assert not shard.path.exists()
+        assert workshop.finished() == frozenset()
+
+
+# ------------------------------------------------------------------------------------------------- looking at it again
+
+
+def damaged(data):
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def test_a_damaged_shard_costs_itself_alone(plan, tmp_path):
+    place = Place("local", tmp_path)
+    with place.opened(plan) as workshop:
+        make(workshop, plan, range(4))
+    name = place.shards()[2]
+    data = place.read(name)
+    place.write(name, damaged(data))
+    with place.opened(plan) as workshop:
+        with pytest.warns(KVFormatWarning, match=r"W006.*shard 2 is set aside.*damaged") as warned:
+            assert not workshop.check(2)
+        assert warned[0].message.path == str(workshop.place)
+        assert workshop.finished() == {0, 1, 3}
+        assert place.read(f"{name}.bad") == damaged(data)
+        assert all(workshop.check(ordinal) for ordinal in (0, 1, 3))
+        make(workshop, plan, [2])
+        assert place.read(name) == data
+        assert seal(workshop, plan) == simple(tmp_path / "simple", plan)
+        workshop.remove()
+    assert not (place.directory / ".staging").exists()
+    place.whole(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "how", ["shard missing", "shard short", "receipt cut", "receipt of another", "receipt flipped"]
+)
+def test_a_fault_of_one_shard_is_found_by_every_look(place, plan, tmp_path, how):
+    with place.opened(plan) as workshop:
+        make(workshop, plan, range(4))
+        shard, receipt = place.shards()[1], place.receipt(plan, 1)
+        good = place.read(shard)
+        change = {
+            "shard missing": lambda: place.delete(shard),
+            "shard short": lambda: place.write(shard, good[:-1]),
+            "receipt cut": lambda: place.write(receipt, place.read(receipt)[:-1]),
+            "receipt of another": lambda: place.write(receipt, place.read(place.receipt(plan, 0))),
+            "receipt flipped": lambda: place.write(receipt, place.read(receipt).replace(b'"size":', b'"size":1')),
+        }[how]
+        before = place.read(receipt)
+        change()
+        with pytest.warns(KVFormatWarning, match="W006"):
+            assert not workshop.check(1)
+        assert workshop.finished() == {0, 2, 3}
+        place.write(receipt, before)
+        place.write(shard, good)
+        assert workshop.check(1)
+        change()
+        if how == "shard missing" and place.kind == "local":
+            assert workshop.finished() == {0, 2, 3}
+        with pytest.warns(KVFormatWarning, match="W006"):
+            assert [receipt is None for _, receipt in workshop.receipts()] == [False, True, False, False]
+        place.write(receipt, before)
+        place.write(shard, good)
+        change()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            assert code_of(seal, workshop, plan) == "E119"
+        seen_in_names = how == "shard missing" and place.kind == "local"
+        assert [one.message.code for one in warned] == ([] if seen_in_names else ["W006"])
+        if how == "shard short" and place.kind == "remote":
+            place.delete(shard)  # a store's object under a final name is nobody's to replace
+        with pytest.warns(KVFormatWarning) if seen_in_names else contextlib.nullcontext():
+            make(workshop, plan, [1])
+        assert seal(workshop, plan) == simple(tmp_path / "simple", plan)
+
+
+def test_a_late_twin_takes_the_place_of_what_is_damaged(place, plan):
+    """A receipt that cannot be read does not keep a good shard out."""
+    with place.opened(plan) as workshop:
+        make(workshop, plan, [0])
+        place.write(place.receipt(plan, 0), b"{")
+        with pytest.warns(KVFormatWarning, match="W006"):
+            receipt = workshop.deliver(fill(workshop.begin(0), plan)).result(60)
+        data = place.read(place.receipt(plan, 0))
+        assert decode_receipt(data, key=workshop.run.key, ordinal=0, path="") == receipt
+        assert workshop.check(0)
+
+
+def test_what_several_find_damaged_one_sets_aside(plan, tmp_path):
+    """The second must not set aside what was made again meanwhile."""
+    place = Place("local", tmp_path)
+    with place.opened(plan) as first, place.opened(plan) as second:
+        make(first, plan, [0])
+        (shard,) = place.shards()
+        place.write(shard, damaged(place.read(shard)))
+        found = second._shared.read(0)
+        with pytest.warns(KVFormatWarning, match="W006"):
+            assert not first.check(0)
+        odd = first.deliver(fill(first.begin(0), plan, variant=1)).result(60)
+        second._shared.set_aside(0, found, decode_receipt(found, key=first.run.key, ordinal=0, path=""))
+        assert second.check(0)
+        assert second.deliver(fill(second.begin(0), plan)).result(60) == odd
+
+
+def test_a_shard_left_without_a_receipt_is_not_trusted(plan, tmp_path, monkeypatch):
+    """Killed between the two: whatever stands under the name is hashed before it is used."""
+    place = Place("local", tmp_path)
+    with place.opened(plan) as workshop:
+        make(workshop, plan, [0, 1])
+        names = place.shards()
+        good = [place.read(name) for name in names]
+        for ordinal in (0, 1):
+            place.delete(place.receipt(plan, ordinal))
+        place.write(names[1], damaged(good[1]))
+        assert workshop.finished() == frozenset()
+        make(workshop, plan, [0, 1])
+        assert [place.read(name) for name in names] == good
+        assert place.read(f"{names[1]}.bad") == damaged(good[1])
+        assert workshop.check(0)
+        assert workshop.check(1)
+
+
+# --------------------------------------------------------------------------------------------------------------- skips
+
+
+def test_skipped_documents_are_listed_where_that_is_allowed(place, plan, tmp_path):
+    with place.opened(plan) as workshop:
+        make(workshop, plan, range(4), skip=[2, 5])
+        receipt = workshop._counting(1)
+        assert receipt.skipped == (SkippedDocument(document=plan.document(2).digest.hex(), reason="record 2 is odd"),)
+        with pytest.raises(kvformat.ConflictError) as caught:
+            seal(workshop, plan)
+        assert caught.value.code == "E119"
+        for said in ("3 names", "'clip-2' (record 2 is odd)", "'alias-of-2'", "'clip-5'", "--allow-skips"):
+            assert said in caught.value.message
+        assert caught.value.record == "clip-2"
+        assert workshop.root() is None
+        identity = seal(workshop, plan, allow_skips=True)
+        workshop.remove()
+    dataset = place.whole(tmp_path)
+    assert dataset.id == identity
+    assert [(one.input, one.name, one.reason) for one in dataset.manifest.skipped] == [
+        (2, "clip-2", "record 2 is odd"),
+        (5, "clip-5", "record 5 is odd"),
+        (7, "alias-of-2", "record 2 is odd"),
+        (8, "empty", "no tokens"),
+    ]
+    assert dict(dataset.names()) == {"clip-0": 0, "clip-1": 1, "clip-3": 2, "clip-4": 3, "clip-6": 4}
+    assert dataset["clip-3"].extra("token_ids").tolist() == plan.document(3).token_ids.tolist()
+
+
+def test_what_was_skipped_is_tried_again_on_request(place, plan, tmp_path):
+    with place.opened(plan) as workshop:
+        make(workshop, plan, range(4), skip=[2])
+    with place.opened(plan) as workshop:
+        assert workshop.check(1)
+        assert workshop.check(0, allow_skips=False)
+        assert not workshop.check(1, allow_skips=False)
+        assert workshop.finished() == {0, 2, 3}
+        make(workshop, plan, [1])
+        assert seal(workshop, plan) == simple(tmp_path / "simple", plan)
+
+
+# --------------------------------------------------------------------------------------------------- who may take part
+
+
+def test_a_worker_of_another_run_is_told_in_what_it_differs(place, plan):
+    with place.opened(plan) as workshop:
+        make(workshop, plan, [0])
+        before = place.names()
+        for changes, covered, said in [
+            ({"provenance": {"variant": "1"}}, COVERED, ["provenance.variant ('1' here, '0' there)"]),
+            ({"provenance": {}}, COVERED, ["provenance.variant (absent here, '0' there)"]),
+            ({"text": kvformat.Text(special_tokens=True)}, COVERED, ["text.special_tokens (True here, absent there)"]),
+            ({}, {**COVERED, "notes": b"others"}, ["files.notes ('", "' here, '", "' there)"]),
+            ({}, {"notes": COVERED["notes"]}, ["files.tokenizer (absent here, '"]),
+        ]:
+            with pytest.raises(kvformat.IdentityError) as caught:
+                place.opened(plan, changes=changes, covered=covered)
+            assert caught.value.code == "E120"
+            assert all(one in caught.value.message for one in said), caught.value.message
+        assert place.names() == before
+        assert len(spools(place.spool)) == (0 if place.kind == "local" else 1)
+
+
+def test_a_plan_is_the_one_of_the_run(place, plan):
+    other = SmallPlan(first_id=1)
+    with pytest.raises(kvformat.IdentityError) as caught:
+        opened_with(place, plan, other)
+    assert caught.value.code == "E120"
+    with place.opened(plan) as workshop:
+        assert code_of(seal, workshop, other) == "E120"
+
+
+def opened_with(place, plan, other):
+    from kvformat.write.workshop import open_workshop
+
+    return open_workshop(place.target, run_of(plan), other, covered=COVERED, spool=place.spool)
+
+
+def test_covered_files_that_mean_the_same(place, plan, tmp_path):
+    """The first worker's count; whoever says that its own mean the same may take part."""
+    asked = []
+
+    def same_file(label, theirs, ours):
+        asked.append((label, theirs, ours))
+        return label == "notes" and theirs.lower() == ours.lower()
+
+    with place.opened(plan) as first:
+        mine = {**COVERED, "notes": b"MADE BY A TEST"}
+        with place.opened(plan, covered=mine, same_file=same_file) as second:
+            assert asked == [("notes", COVERED["notes"], mine["notes"])]
+            assert second.run == first.run
+            assert second.covered == COVERED
+            make(second, plan, range(4))
+            assert seal(second, plan) == simple(tmp_path / "simple", plan)
+        with pytest.raises(kvformat.IdentityError):
+            place.opened(plan, covered={**COVERED, "notes": b"others"}, same_file=same_file, published=True)
+
+
+@pytest.mark.parametrize("left", ["receipt", "worker", "nothing"])
+def test_work_of_another_run_of_the_plan(place, plan, tmp_path, left):
+    """Several workers would make two datasets of it without noticing: refused. A single one begins anew."""
+    other = place.opened(plan, changes={"tag": "cuda"})
+    if left == "receipt":
+        make(other, plan, [0])
+    if left != "worker":
+        other.close()
+    try:
+        if left == "nothing":
+            with place.opened(plan, rank=1, world_size=2) as workshop:
+                assert workshop.beside == ()
+            return
+        before = place.names()
+        with pytest.raises(kvformat.IdentityError) as caught:
+            place.opened(plan, rank=1, world_size=2)
+        assert caught.value.code == "E120"
+        assert "tag ('' here, 'cuda' there)" in caught.value.message
+        assert place.names() == before
+        with place.opened(plan) as workshop:
+            (beside,) = workshop.beside
+            assert beside.differences == ("tag ('' here, 'cuda' there)",)
+            assert (beside.num_finished, beside.num_alive) == ((1, 0) if left == "receipt" else (0, 1))
+            assert workshop.finished() == frozenset()
+            work(workshop, plan)
+            assert seal(workshop, plan) == simple(tmp_path / "simple", plan)
+    finally:
+        other.close()
+
+
+def test_work_of_another_plan_is_nobody_elses_business(place, plan):
+    with place.opened(SmallPlan(first_id=5)) as other:
+        make(other, SmallPlan(first_id=5), [0])
+        with place.opened(plan, rank=1, world_size=2) as workshop:
+            assert workshop.beside == ()
+            assert workshop.finished() == frozenset()
+
+
+def test_a_published_dataset_is_no_workshop(place, plan):
+    with place.opened(plan) as workshop:
+        work(workshop, plan)
+        seal(workshop, plan)
+        workshop.remove()
+    before = place.names()
+    with pytest.raises(kvformat.DatasetExistsError) as caught:
+        place.opened(plan)
+    assert caught.value.code == "E100"
+    assert place.names() == before
+
+
+def test_a_dataset_published_while_a_worker_begins(place, plan, monkeypatch):
+    """The last ones left after it had looked, and took the staging with them."""
+    from kvformat.write import workshop as module
+
+    real, times = module._require_free, []
+
+    def require_free(target):
+        times.append(target)
+        if len(times) > 1:
+            real(target)
+            return
+        real(target)
+        with place.opened(plan) as first:
+            work(first, plan)
+            seal(first, plan)
+            first.remove()
+
+    monkeypatch.setattr(module, "_require_free", require_free)
+    with pytest.raises(kvformat.DatasetExistsError):
+        place.opened(plan)
+    assert len(times) == 4  # twice by each
+    assert not [name for name in place.names() if name.startswith(".staging")]
+    assert spools(place.spool) == []
+
+
+def test_arguments_that_make_no_sense(place, plan):
+    for rank, world_size in [(1, 1), (-1, 2), (0, 0)]:
+        assert code_of(place.opened, plan, rank=rank, world_size=world_size) == "E081"
+    with pytest.raises(kvformat.FormatError):
+        place.opened(plan, covered={"Not a label": b""})
+    assert place.names() == []
+
+
+def test_a_run_that_cannot_be_read(place, plan):
+    with place.opened(plan):
+        pass
+    name = place.receipt(plan, 0).rpartition("/")[0] + "/run.json"
+    place.write(name, b"{}")
+    assert code_of(place.opened, plan) == "E116"
+    assert place.read(name) == b"{}"
+
+
+# --------------------------------------------------------------------------------------------- who is at work, leaving
+
+
+def test_workers_say_how_they_get_on(place, plan):
+    now = [1000.0]
+    with place.opened(plan, rank=2, world_size=4, clock=lambda: now[0]) as workshop, place.opened(plan) as other:
+        second, first = workshop.workers()[::-1]
+        assert (first.state.rank, first.state.phase, first.liveness) == (0, "start", "live")
+        state = second.state
+        assert (state.rank, state.world_size, state.pid, second.liveness) == (2, 4, os.getpid(), "live")
+        assert (state.started, state.updated) == (1000.0, 1000.0)
+        now[0] = 1000.5
+        workshop.report(replace(workshop.state, phase="work", shard=3, nbytes=10))
+        assert workshop.workers()[1].state.shard == 3
+        workshop.report(replace(workshop.state, nbytes=11))  # too soon to be passed on
+        assert workshop.workers()[1].state.nbytes == 10
+        workshop._beat()
+        assert workshop.workers()[1].state.nbytes == 10
+        now[0] = 1060.0
+        workshop._beat()
+        assert (workshop.workers()[1].state.nbytes, workshop.workers()[1].state.updated) == (11, 1060.0)
+        (run,) = find_runs(place.target, spool=place.spool)
+        assert (run.run, run.num_finished, len(run.workers)) == (workshop.run, 0, 2)
+        other.close()
+        assert [worker.state.rank for worker in workshop.workers()] == [2]
+        before = workshop.state
+    assert before.rank == 2
+    assert find_runs(place.target, spool=place.spool)[0].workers == ()
+
+
+def test_the_last_one_out_removes_the_staging(place, plan):
+    first, second = place.opened(plan), place.opened(plan)
+    work(first, plan)
+    seal(first, plan)
+    first.remove()
+    assert [name for name in place.names() if name.startswith(".staging")]
+    assert second.finished() == frozenset(range(4))
+    assert second.root() is not None
+    second.remove()
+    assert [name for name in place.names() if name.startswith(".staging")] == []
+    second.close()
+    assert spools(place.spool) == []
+
+
+def test_what_is_not_published_is_never_removed(place, plan):
+    with place.opened(plan) as workshop:
+        make(workshop, plan, [0])
+        workshop.remove()
+    with place.opened(plan) as workshop:
+        assert workshop.finished() == {0}
+
+
+def test_a_directory_that_is_removed_while_it_is_joined(plan, tmp_path, monkeypatch):
+    """Opened, then gone and made again by others before the lease was had: that lease is of nothing."""
+    place = Place("local", tmp_path)
+    real, seen = DirectoryLease.take, []
+
+    def take(path, *, shared=False):
+        lease = real(path, shared=shared)
+        if shared and not seen:
+            seen.append(path)
+            path.rmdir()
+            path.mkdir()
+        return lease
+
+    monkeypatch.setattr(DirectoryLease, "take", take)
+    with place.opened(plan) as workshop:
+        assert real(workshop.place) is None
+        make(workshop, plan, [0])
+        assert workshop.finished() == {0}
+    assert len(seen) == 1
+
+
+def test_clean_keeps_workers_out(plan, tmp_path, monkeypatch):
+    place = Place("local", tmp_path)
+    with place.opened(plan) as workshop:
+        path = workshop.place
+    monkeypatch.setattr(local_shared, "_BUSY_TIMEOUT_S", 0.0)
+    lease = DirectoryLease.take(path)
+    assert code_of(place.opened, plan) == "E117"
+    lease.release()
+    with place.opened(plan):
+        assert DirectoryLease.take(path) is None
+
+
+def test_an_interrupt_leaves_what_is_finished(place, plan):
+    with pytest.raises(KeyboardInterrupt), place.opened(plan) as workshop:
+        make(workshop, plan, [0])
+        fill(workshop.begin(1), plan, stop=1)
+        raise KeyboardInterrupt
+    assert [name for name in place.names() if name.endswith(".part")] == []
+    assert spools(place.spool) == []
+    with place.opened(plan) as workshop:
+        assert workshop.finished() == {0}
+
+
+def test_an_error_lets_complete_shards_arrive(place, plan, monkeypatch):
+    class LostError(Exception):
+        pass
+
+    go = threading.Event()
+    with pytest.raises(LostError), place.opened(plan) as workshop:
+        keep = workshop._shared.keep
+
+        def kept(path, receipt):
+            assert go.wait(60)
+            keep(path, receipt)
+
+        monkeypatch.setattr(workshop._shared, "keep", kept)
+        for ordinal in range(3):
+            workshop.deliver(fill(workshop.begin(ordinal), plan))
+        threading.Timer(0, go.set).start()
+        raise LostError
+    with place.opened(plan) as workshop:
+        assert workshop.finished() == {0, 1, 2}
+
+
+def test_without_leases_workers_are_known_by_what_they_say(plan, tmp_path, monkeypatch):
+    """On such a file system the last one out is the one that finds no other's word, or only old ones."""
+    import errno
+    import fcntl
+
+    def fail(fd, operation):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    place = Place("local", tmp_path)
+    first, second = place.opened(plan), place.opened(plan)
+    assert [worker.liveness for worker in first.workers()] == ["unknown", "unknown"]
+    work(first, plan)
+    seal(first, plan)
+    first.remove()
+    assert second.finished() == frozenset(range(4))
+    second.report(replace(second.state, phase="seal"))
+    state = second._shared._said.path
+    state.write_bytes(replace(second.state, updated=second.state.updated - 301).encode())
+    third = place.opened(plan, published=True)
+    assert [worker.liveness for worker in third.workers()] == ["unknown"]  # the stale one was swept
+    third.remove()
+    assert not (place.directory / ".staging").exists()
