@@ -636,7 +636,9 @@ CODES: dict[str, Code] = {
         "Text and messages need a tokenizer and, for messages, a chat template.",
     ),
     "E306": Code("no-documents", "InputError", "writer", "extract", "A documents file holds at least one document."),
-    "E307": Code("plan-damaged", "DamageError", "writer", "extract", "A plan and its documents are as they were written."),
+    "E307": Code(
+        "plan-damaged", "DamageError", "writer", "extract", "A plan and its documents are as they were written."
+    ),
     "E308": Code(
         "checkpoint",
         "InputError",

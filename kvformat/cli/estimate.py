@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvformat.cli import options, output
+from kvformat.cli import model_options, options, output, source_options, spool_option
 from kvformat.cli.headers import header_warning
 from kvformat.cli.quiet import quiet_libraries
 
@@ -18,14 +18,24 @@ __all__ = ["estimate"]
 def estimate(
     *,
     model: options.Model,
-    documents: options.Documents,
+    documents: source_options.Source,
     out: options.Out,
+    column: source_options.Columns = None,
+    spool: spool_option.Spool = None,
+    storage_option: options.StorageOptions = None,
     revision: options.Revision = None,
     dtype: options.Dtype = None,
     compute_dtype: options.ComputeDtype = None,
     layers: options.Layers = None,
+    key_stage: model_options.KeyStage = "attention",
+    quantise: model_options.Quantise = None,
+    images: model_options.Images = False,
     shard_size: options.ShardSize = "1GiB",
+    order: source_options.Order = "given",
+    batch_size: source_options.BatchSize = 1,
+    batch_tokens: source_options.BatchTokens = None,
     truncate: options.Truncate = None,
+    skip_too_long: source_options.SkipTooLong = False,
     add_generation_prompt: options.AddGenerationPrompt = False,
     special_tokens: options.SpecialTokens = True,
     as_json: options.AsJson = False,
@@ -42,8 +52,18 @@ def estimate(
         model=model,
         documents=documents,
         out=out,
+        columns=source_options.parse_columns(column),
+        spool=spool,
+        storage_options=options.parse_storage_options(storage_option, "--storage-option"),
         revision=revision,
+        key_stage=key_stage,
+        quantise=quantise,
+        images=images,
+        order=order,
+        batch_size=batch_size,
+        batch_tokens=batch_tokens,
         truncate=truncate,
+        too_long="skip" if skip_too_long else "refuse",
         add_generation_prompt=add_generation_prompt,
         special_tokens=special_tokens,
         **parsed,
@@ -84,6 +104,7 @@ def _show(found: Estimate) -> None:
                 "model": f"{found.family}, computed in {found.compute_dtype}",
                 "documents": f"{found.documents:,}, {found.records:,} of them different",
                 "tokens": f"{found.tokens:,}, {found.longest:,} in the longest document",
+                "forwards": f"{found.groups:,}",
                 "shards": f"{found.shards:,}, {output.size_text(found.nbytes)} ({found.nbytes:,} bytes)",
                 "headers": f"{output.size_text(found.header_nbytes)} of that",
                 "a token": f"{output.size_text(round(per_token))}, padding included, headers not",

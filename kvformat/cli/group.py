@@ -33,7 +33,7 @@ Exit codes:
   130  interrupted
 """
 # Commands that look at datasets: a fault there is what they found, not their own failure.
-_LOOKING = frozenset({"diff", "inspect", "status", "verify"})
+_LOOKING = frozenset({"check-documents", "diff", "inspect", "status", "verify"})
 
 
 class _Call(NamedTuple):

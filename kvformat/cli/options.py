@@ -15,7 +15,6 @@ __all__ = [
     "AddGenerationPrompt",
     "AsJson",
     "ComputeDtype",
-    "Documents",
     "Dtype",
     "Layers",
     "Model",
@@ -36,12 +35,6 @@ __all__ = [
 ]
 
 Model = Annotated[str, typer.Option("--model", metavar="DIR_OR_ID", help="Model directory or hub id.")]
-Documents = Annotated[
-    str,
-    typer.Option(
-        "--documents", metavar="FILE", help="JSON Lines: objects with `id` and one of `text`, `messages`, `token_ids`."
-    ),
-]
 Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Where the dataset goes.")]
 Revision = Annotated[str | None, typer.Option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")]
 Dtype = Annotated[

@@ -6,7 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvformat.errors import make_error
+from kvformat.extract.again import extractor_for
 from kvformat.extract.audit import audit
+from kvformat.extract.audit_report import AuditReport
 from kvformat.extract.checkpoint import CheckpointSource
 from kvformat.extract.documents import (
     Captioned,
@@ -19,6 +21,7 @@ from kvformat.extract.documents import (
 )
 from kvformat.extract.job import extract_plan, run
 from kvformat.extract.join import check_documents
+from kvformat.extract.join_report import JoinReport
 from kvformat.extract.meter import PipelineTimes
 from kvformat.extract.plan import Plan, make_plan, open_plan
 from kvformat.extract.prepare import estimate
@@ -32,12 +35,14 @@ if TYPE_CHECKING:
     from kvformat.extract.quantise import QuantisingExtractor
 
 __all__ = [
+    "AuditReport",
     "Captioned",
     "CheckpointSource",
     "Choice",
     "Documents",
     "Estimate",
     "HuggingFaceExtractor",
+    "JoinReport",
     "Null",
     "Phase",
     "PipelineTimes",
@@ -51,6 +56,7 @@ __all__ = [
     "check_documents",
     "estimate",
     "extract_plan",
+    "extractor_for",
     "make_plan",
     "open_documents",
     "open_plan",

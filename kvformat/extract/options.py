@@ -67,12 +67,6 @@ class ModelOptions(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.quantise is not None:
             scheme_named(self.quantise)
-        if self.images and (self.checkpoint is not None or self.adapter is not None):
-            raise make_error(
-                "E081",
-                "a model that takes images is loaded as it was saved: merge the checkpoint or the adapter into it, "
-                "and save that",
-            )
 
 
 class SourceOptions(Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ __all__ = ["Encoded", "error_bound", "quantise"]
 _LEAST = 2.0**-90
 """What is smaller counts as this when a scale is chosen: scales and products stay normal numbers, which no device
 flushes to zero, and a scale is greater than zero where all values are zero."""
-_CHUNK_NUMEL = 1 << 24
+_CHUNK_NUMEL = 1 << 22
 """Of the float32 copy that is made on the way."""
 _INT8_MOST = 127
 _KEPT_BITS = -(1 << 7)  # of 24 significant bits of a float32 the upper 17
@@ -102,14 +102,16 @@ def quantise(values: torch.Tensor, *, shared: Sequence[int], dtype: str) -> Enco
             finite[rows] = peak.isfinite().flatten(1).all(1)
             if dtype == "I8":
                 scale[rows] = _integer_scale(peak)
-                stored[rows] = torch.div(single, scale[rows]).round_().to(torch.int8)
+                quotient = single.div(scale[rows])
+                stored[rows] = quotient.round().to(stored.dtype)
             else:
                 form = _FLOATS[dtype]
                 limit = _limit(values.dtype, form)
                 scale[rows] = _power_of_two(peak.clamp(max=limit), form)
-                stored[rows] = single.clamp(-limit, limit).div_(scale[rows]).to(stored.dtype)
-            error = stored[rows].float().mul_(scale[rows]).sub_(single)
-            lost[rows] = _norms(error) / _norms(single).clamp(min=torch.finfo(torch.float64).tiny)
+                quotient = single.div(scale[rows])
+                most = limit / scale[rows]
+                stored[rows] = quotient.clamp(-most, most).to(stored.dtype)
+            lost[rows] = _relative_rms(stored[rows].float().sub_(quotient), quotient, scale[rows], tuple(shared))
     return Encoded(stored, scale, finite, lost)
 
 
@@ -144,10 +146,16 @@ def _power_of_two(peak: torch.Tensor, form: _Floats) -> torch.Tensor:
     return (exponent << 23).view(torch.float32)
 
 
-def _norms(values: torch.Tensor) -> torch.Tensor:
-    """Euclidean norm of each row, float64, in which no square of a float32 is too large or too small."""
-    norms: torch.Tensor = torch.linalg.vector_norm(values.flatten(1), dim=1, dtype=torch.float64)
-    return norms
+def _relative_rms(
+    error: torch.Tensor, quotient: torch.Tensor, scale: torch.Tensor, shared: tuple[int, ...]
+) -> torch.Tensor:
+    """RMS of errors over RMS of values, both given in units of the scale, for each row; the arguments are used up.
+
+    Squares of such are no numbers that float32 has not, whatever the values.
+    """
+    squares = [one.square_().sum(shared, keepdim=True).double() * scale.double().square() for one in (error, quotient)]
+    lost, whole = (one.flatten(1).sum(1) for one in squares)
+    return (lost / whole.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
 
 
 def _limit(dtype: torch.dtype, form: _Floats) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from kvformat.errors import make_error
+from kvformat.extract.documents.opening import DocumentsSource
 from kvformat.extract.media import with_media
 from kvformat.extract.options import ModelOptions, SourceOptions
 from kvformat.extract.plan import Plan
@@ -111,7 +114,7 @@ def load_tokeniser(described: Description, model: ModelOptions, source: SourceOp
     if model.images:
         from kvformat.extract.hf.vision_tokenise import VisionTokeniser
 
-        return VisionTokeniser.load(model.model, **options)
+        return VisionTokeniser.load(model.model, base=_folder(source.documents), **options)
     return Tokeniser.load(model.model, **options)
 
 
@@ -142,6 +145,11 @@ def load_extractor(options: ModelOptions, plan: Plan, *, revision: str | None) -
     return found
 
 
+def _folder(documents: DocumentsSource) -> Path | None:
+    """What relative paths of images start from: the directory of a documents file; None for a function."""
+    return Path(documents).parent if isinstance(documents, str | os.PathLike) else None
+
+
 def _loaded(options: ModelOptions, plan: Plan, revision: str | None) -> Extractor:
     common: dict[str, Any] = {
         "revision": revision,
@@ -158,7 +166,13 @@ def _loaded(options: ModelOptions, plan: Plan, revision: str | None) -> Extracto
     if options.images:
         from kvformat.extract.hf.vision import VisionExtractor
 
-        return VisionExtractor.load(options.model, media_source=plan.media_source, **common)
+        return VisionExtractor.load(
+            options.model,
+            media_source=plan.media_source,
+            checkpoint=options.checkpoint,
+            adapter=options.adapter,
+            **common,
+        )
     from kvformat.extract.hf import HuggingFaceExtractor
 
     return HuggingFaceExtractor.load(

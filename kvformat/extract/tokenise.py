@@ -174,6 +174,10 @@ class Tokeniser:
         """Ids are below; None where nobody knows."""
         return self._vocab_size
 
+    def media_sources(self, source: Source) -> tuple[str, ...]:  # noqa: ARG002 -- for those that take some
+        """Path or URL of each image of a source, in order; none here."""
+        return ()
+
     def takes(self, kind: Kind) -> bool:
         """Whether documents of a kind can be turned at all: text needs a tokenizer, messages a template besides."""
         try:

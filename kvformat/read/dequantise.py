@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from kvformat.errors import make_error
@@ -29,13 +30,12 @@ def dequantise_into(out: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor
     out
         ``[rows, ...]``, of any strides.
     stored
-        Of the same shape.
+        I8, F8_E4M3 or F8_E5M2, of the same shape.
     scale
         float32, each axis of the same size or 1, the first of the same size.
     """
-    single = torch_dtype("F32")
     for row, values, factors in zip(out, stored, scale, strict=True):
-        row.copy_(values.to(single).mul_(factors))
+        row.copy_(_single(values).mul_(factors))
 
 
 def dequantised_component(record: Record, schema: Schema, name: str, dtype: object) -> torch.Tensor:
@@ -67,6 +67,21 @@ def dequantised_slab(
     record.copy_slab(memoryview(data), quant.scale, row)
     dequantise_into(out[None], stored[None], from_buffer(data, "F32").reshape(1, *placed.shape[1:]))
     return out
+
+
+def _single(values: torch.Tensor) -> torch.Tensor:
+    """float32 of 8-bit values, a tensor of its own."""
+    if values.dtype == torch_dtype("I8") or not values.is_cpu:
+        return values.to(torch_dtype("F32"))
+    # A look-up for each value takes a fifth of the time of torch's own cast of floats of 8 bits.
+    codes = values.view(torch_dtype("U8")).reshape(-1).to(torch_dtype("I32"))
+    return _table(values.dtype).index_select(0, codes).view(values.shape)
+
+
+@cache
+def _table(dtype: torch.dtype) -> torch.Tensor:
+    """All 256 numbers of a dtype, float32, by their code."""
+    return from_buffer(bytearray(range(256)), dtype_name(dtype)).to(torch_dtype("F32"))
 
 
 def _component(schema: Schema, name: str) -> Component:

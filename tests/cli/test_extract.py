@@ -11,11 +11,13 @@ import pytest
 
 import kvformat
 import kvformat.extract
-from kvformat.cli.extract import Watch
 from kvformat.cli.headers import header_nbytes, header_warning
 from kvformat.cli.output import size_text
 from kvformat.cli.progress import Lines
+from kvformat.cli.watch import Watch
 from kvformat.errors import make_error
+from kvformat.extract import CheckpointSource
+from kvformat.extract.options import RayOptions
 from tests.cli.conftest import command, environment
 from tests.models import save_tiny, write_documents
 
@@ -58,12 +60,13 @@ def test_extract_publishes_what_the_function_would(run, arguments, model, docume
     assert dataset.id == same.id
     assert dataset.schema.components[0].layers == (0, 2)
     assert (len(dataset), dataset.num_names) == (4, 5)
-    first, identity, counts, rates = result.stdout.splitlines()
+    first, identity, counts, rates, limits = result.stdout.splitlines()
     assert first == f"published: {tmp_path / 'out'}"
     assert identity == f"    id {dataset.id}"
     assert counts.startswith(f"    4 records, 5 names, {dataset.num_tokens:,} tokens, ")
     assert "tokens/s" in rates
     assert "GB/s" in rates
+    assert limits.startswith("    limited by: ")
     lines = result.stderr.splitlines()
     assert lines[0] == "reading documents"
     assert lines[1] == "loading the model"
@@ -139,12 +142,13 @@ def test_an_interrupted_extraction_resumes(run, monkeypatch, model: Path, tmp_pa
     assert stopped.stderr.endswith("\ninterrupted: finished shards are kept, the same command resumes after them\n")
     (work,) = run("status", out, "--json").json["staging"]
     assert work["state"] == "abandoned"
-    assert 5 <= work["records"] <= 10
+    shards = json.loads(run("estimate", *arguments[1:], "--json").stdout)["shards"]
+    assert 3 <= work["shards"] <= 5 < shards
     resumed = run(*arguments, "--json")
     assert resumed.code == 0, resumed.stderr
     assert resumed.json["records"] == 30
-    per_record = resumed.json["computed_nbytes"] / (30 - work["records"])
-    assert resumed.json["resumed_nbytes"] == pytest.approx(per_record * work["records"], rel=0.2)
+    share = resumed.json["resumed_nbytes"] / (resumed.json["resumed_nbytes"] + resumed.json["computed_nbytes"])
+    assert share == pytest.approx(work["shards"] / shards, rel=0.2)
     assert run("verify", out).code == 0
 
 
@@ -221,19 +225,41 @@ def test_every_option_reaches_the_function(run, monkeypatch) -> None:
         "add_generation_prompt": False,
         "special_tokens": True,
     }
-    own = {
-        "device": "cpu",
-        "batch_size": 1,
-        "attn_implementation": None,
-        "context": "derive",
-        "allow_non_finite": (),
+    shared |= {
+        "columns": None,
         "spool": None,
         "storage_options": {},
+        "key_stage": "attention",
+        "quantise": None,
+        "images": False,
+        "order": "given",
+        "batch_size": 1,
+        "batch_tokens": None,
+        "too_long": "refuse",
+    }
+    own = {
+        "plan": None,
+        "checkpoint": None,
+        "adapter": None,
+        "adapter_mode": None,
+        "device": "cpu",
+        "attn_implementation": None,
+        "threads": None,
+        "accept_batches": False,
+        "context": "derive",
+        "rank": 0,
+        "world_size": 1,
+        "ray": None,
+        "on_error": "fail",
+        "allow_skips": False,
+        "allow_non_finite": (),
     }
     assert given("estimate", *required) == shared
     assert given("extract", *required) == shared | own
     options = ["--revision", "r", "--dtype", "f16", "--compute-dtype", "BF16", "--layers", "0-1", "--shard-size", "2M"]
-    options += ["--truncate", "9", "--add-generation-prompt", "--no-special-tokens"]
+    options += ["--truncate", "9", "--add-generation-prompt", "--no-special-tokens", "--skip-too-long"]
+    options += ["--column", "id=clip", "--spool", "s", "--storage-option", "anon=true", "--key-stage", "raw"]
+    options += ["--quantise", "int8", "--images", "--order", "length", "--batch-size", "4", "--batch-tokens", "99"]
     changed = {
         "revision": "r",
         "dtype": "F16",
@@ -243,18 +269,40 @@ def test_every_option_reaches_the_function(run, monkeypatch) -> None:
         "truncate": 9,
         "add_generation_prompt": True,
         "special_tokens": False,
-    }
-    assert given("estimate", *required, *options) == shared | changed
-    more = ["--device", "cuda:1", "--batch-size", "4", "--attn-implementation", "eager", "--unknown-context"]
-    more += ["--allow-non-finite", "k", "--allow-non-finite", "v", "--spool", "s", "--storage-option", "anon=true"]
-    assert given("extract", *required, *options, *more) == shared | changed | {
-        "device": "cuda:1",
-        "batch_size": 4,
-        "attn_implementation": "eager",
-        "context": "unknown",
-        "allow_non_finite": ("k", "v"),
+        "too_long": "skip",
+        "columns": {"id": "clip"},
         "spool": "s",
         "storage_options": {"anon": True},
+        "key_stage": "raw",
+        "quantise": "int8",
+        "images": True,
+        "order": "length",
+        "batch_size": 4,
+        "batch_tokens": 99,
+    }
+    assert given("estimate", *required, *options) == shared | changed
+    more = ["--device", "cuda:1", "--attn-implementation", "eager", "--unknown-context", "--threads", "3"]
+    more += ["--allow-non-finite", "k", "--allow-non-finite", "v", "--accept-batches", "--rank", "1"]
+    more += ["--world-size", "3", "--on-error", "skip", "--allow-skips", "--adapter", "a", "--adapter-mode", "merge"]
+    more += ["--checkpoint", "dcp:c", "--select", "^net", "--rename", "^net[.]=", "--checkpoint-dtype", "f32"]
+    more += ["--engine", "ray", "--ray-address", "here", "--ray-workers", "2", "--ray-cpus", "4", "--ray-gpus", "0.5"]
+    checkpoint = CheckpointSource(kind="dcp", path="c", select="^net", rename=(("^net[.]", ""),), dtype="F32")
+    assert given("extract", *required, *options, *more) == shared | changed | {
+        "plan": None,
+        "checkpoint": checkpoint,
+        "adapter": "a",
+        "adapter_mode": "merge",
+        "device": "cuda:1",
+        "attn_implementation": "eager",
+        "threads": 3,
+        "accept_batches": True,
+        "context": "unknown",
+        "rank": 1,
+        "world_size": 3,
+        "ray": RayOptions(address="here", num_workers=2, num_cpus=4, num_gpus=0.5),
+        "on_error": "skip",
+        "allow_skips": True,
+        "allow_non_finite": ("k", "v"),
     }
 
 

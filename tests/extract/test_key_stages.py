@@ -124,13 +124,14 @@ def test_a_dataset_says_enough_to_rotate_what_it_holds(name: str, dtype: torch.d
         torch.testing.assert_close(computed, made, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 2e-2)
 
 
-def test_positions_of_one_row_and_of_three_are_honoured() -> None:
-    model = model_of("qwen3-vl")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["F32", "BF16"])
+def test_positions_of_one_row_and_of_three_are_honoured(dtype: torch.dtype) -> None:
+    model = model_of("qwen3-vl", dtype)
     decoder = model.get_decoder()
     (group,) = HuggingFaceExtractor.of(model).context.model.rope
-    keys = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(0))
+    keys = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     own = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
-    rows = torch.from_numpy(RNG.integers(0, 50, (3, 6)))
+    rows = torch.from_numpy(RNG.integers(0, 50_000, (3, 6)))  # more than BF16 can tell apart
     frequencies = decoder.rotary_emb.inv_freq.tolist()
     for positions in (rows, rows[:1], rows[1]):
         cos, sin = decoder.rotary_emb(keys, positions.reshape(-1, 6).expand(3, 6)[:, None])
@@ -344,7 +345,7 @@ def test_families_with_other_steps_are_refused(model_type: str, settings: dict, 
     assert (refused.value.code, refused.value.layer) == ("E302", 0)
 
 
-def test_a_context_that_rotates_otherwise_than_the_model_is_refused() -> None:
+def test_a_context_that_rotates_otherwise_than_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     extractor = HuggingFaceExtractor.of(model_of("qwen3"), key_stage="raw")
     (group,) = extractor.context.model.rope
     extractor._stages.check_groups([group])
@@ -354,6 +355,11 @@ def test_a_context_that_rotates_otherwise_than_the_model_is_refused() -> None:
         assert (refused.value.code, refused.value.layer) == ("E302", 0)
     with pytest.raises(InputError, match="the context gives None"):
         extractor._stages.check_groups([])
+    context = structs.replace(extractor.context, model=structs.replace(extractor.context.model, rope=()))
+    monkeypatch.setattr("kvformat.extract.hf.extractor.derive_context", lambda *_args, **_options: context)
+    with pytest.raises(InputError, match="the context gives None"):
+        HuggingFaceExtractor.of(model_of("qwen3"), key_stage="raw")
+    HuggingFaceExtractor.of(model_of("qwen3"))
 
 
 def test_the_stage_stands_in_the_schema() -> None:

@@ -185,7 +185,7 @@ def test_the_loss_of_a_layer_is_what_it_says(dtype):
     made = quantise(values, shared=(1,), dtype=dtype)
     error = (dequantised(made).double() - values.double()).flatten(1)
     wanted = error.square().mean(1).sqrt() / values.double().flatten(1).square().mean(1).sqrt()
-    torch.testing.assert_close(made.relative_rms, wanted, rtol=1e-12, atol=0)
+    torch.testing.assert_close(made.relative_rms, wanted, rtol=1e-4, atol=0)
     assert (made.relative_rms[1:] < {"I8": 0.01, "F8_E4M3": 0.04, "F8_E5M2": 0.07}[dtype]).all()
 
 

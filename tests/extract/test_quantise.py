@@ -349,4 +349,4 @@ def test_a_real_model_loses_little(smollm2: Path, tmp_path: Path):
     assert all((lost["int8", name] < 0.02).all() for name in ("k", "v"))
     assert all((lost["int8", name] < lost["fp8", name] / 2).all() for name in ("k", "v"))
     made = quantise(wanted.components["k"], shared=(1,), dtype="I8")
-    torch.testing.assert_close(made.relative_rms, lost["int8", "k"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(made.relative_rms, lost["int8", "k"], rtol=1e-4, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import pytest
 import torch
@@ -96,3 +97,32 @@ def test_a_tower_for_other_patches_is_refused(vision):
     with pytest.raises(InputError, match=next(iter(vision))) as caught:
         processor.require(vision_config(vision=vision).vision_config)
     assert caught.value.code == "E302"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"processor_class": "Qwen3VLProcessor"},
+        {
+            "crop_size": None,
+            "data_format": "channels_first",
+            "default_to_square": True,
+            "device": None,
+            "disable_grouping": None,
+            "do_center_crop": None,
+            "do_pad": None,
+            "input_data_format": None,
+            "max_pixels": None,
+            "min_pixels": None,
+            "pad_size": None,
+            "processor_class": "Qwen3VLProcessor",
+            "return_tensors": None,
+        },
+    ],
+    ids=["published", "saved"],
+)
+def test_the_forms_in_which_it_is_found(tmp_path, written):
+    """As the published models have it, and as releases of transformers save it."""
+    settings = image_processor().to_dict() | {"image_processor_type": "Qwen2VLImageProcessorFast", "resample": 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | written))
+    assert ImageProcessor.load(tmp_path).file == ImageProcessor(image_processor()).file

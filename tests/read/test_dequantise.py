@@ -7,6 +7,7 @@ import torch
 
 import kvformat
 from kvformat.errors import DamageError, FormatError, LookupFailedError, UsageError
+from kvformat.read.dequantise import dequantise_into
 from kvformat.testing.vectors import VALID, Case
 from tests.write.make import component, schema
 
@@ -112,3 +113,13 @@ def test_a_layer_that_shares_anothers(tmp_path):
     Case(name="mine", schema=of, entries=VALID["uniform-bf16"].entries).build().save(tmp_path / "data")
     record = kvformat.open(tmp_path / "data")[0]
     assert torch.equal(record.dequantised_slab("key", layer=1), record.dequantised("k")[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_every_code_of_a_dtype(dtype):
+    """What no value makes, NaN and infinities of a float, is read as it is."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(1, 2, 128)
+    for stored in (codes, codes.transpose(1, 2)):
+        out = torch.empty(stored.shape)
+        dequantise_into(out, stored, torch.full((1, 1, 1), 0.5))
+        torch.testing.assert_close(out, stored.float() / 2, rtol=0, atol=0, equal_nan=True)

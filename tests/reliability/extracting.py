@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvformat.extract import run
-from kvformat.write import create
+from kvformat.write import workshop
 from tests.reliability.writing import Telling
 
 __all__ = ["main"]
@@ -34,11 +34,17 @@ class Progress:
         """Tell."""
         os.write(self._fd, b".")
 
+    def elsewhere(self, *, nbytes: int) -> None:
+        """There are no other workers."""
+
+    def times(self, times: object) -> None:
+        """Of no interest."""
+
 
 def extract(options: dict[str, Any], *, out: str, pipe: str) -> None:
     """One extraction, in a process of its own."""
     fd = os.open(pipe, os.O_WRONLY)
-    create.LocalFiles = lambda: Telling(fd)  # type: ignore[attr-defined,misc,assignment]
+    workshop.LocalFiles = lambda: Telling(fd)  # type: ignore[attr-defined,misc,assignment]
     run(**options, out=out, progress=Progress(fd))
 
 

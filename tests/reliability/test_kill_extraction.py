@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -85,6 +86,11 @@ def check_whole(location, server):
     assert {warning.code for warning in report.warnings} <= {"W002"}
 
 
+def kind_of(name):
+    """What a staged file is."""
+    return "receipt" if re.fullmatch(r"[0-9]{8}\.json", name) else Path(name).suffix
+
+
 class State(NamedTuple):
     """What lies at a location: files by the folder they are in, without what is random about their names."""
 
@@ -95,13 +101,13 @@ class State(NamedTuple):
     @classmethod
     def of(cls, out):
         files = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
-        staged = Counter(path.suffix for path in files if path.parts[0] == ".staging")
+        staged = Counter(kind_of(path.name) for path in files if path.parts[0] == ".staging")
         sealed = Counter(path.parts[0] for path in files if path.parts[0] != ".staging")
         return cls((out / "kvformat.json").exists(), tuple(sorted(staged.items())), tuple(sorted(sealed.items())))
 
     @property
     def kind(self):
-        receipts = dict(self.staged).get(".json", 0) - 1  # one is the plan
+        receipts = dict(self.staged).get("receipt", 0)
         return "published" if self.published else "some shards" if receipts > 0 else "no shard"
 
 

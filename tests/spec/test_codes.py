@@ -32,7 +32,7 @@ def test_names_and_rules_are_unique_and_well_formed() -> None:
         assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row.name), code
         assert row.rule.endswith("."), code
         assert "|" not in row.rule, f"{code} would break the table"
-        stages = {"open", "touch", "verify", "read", "write", "commit", "extract", "load", "clean", "any"}
+        stages = {"open", "touch", "verify", "read", "write", "seal", "commit", "extract", "audit", "load", "clean", "any"}
         assert set(row.detected.split(", ")) <= stages, code
 
 

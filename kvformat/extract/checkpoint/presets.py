@@ -29,7 +29,7 @@ class Preset(Struct, frozen=True, kw_only=True):
 
 
 PRESETS: Mapping[str, Preset] = {
-    # A Mixture-of-Transformers. Generator twins of the Reasoner's modules end in `_moe_gen`; `k_norm_und_for_gen` norms
+    # Mixture-of-Transformers. Generator twins of the Reasoner's modules end in `_moe_gen`; `k_norm_und_for_gen` norms
     # the Reasoner's keys again, for the Generator alone. Output head and vision tower reach no key of a text.
     "mot": Preset(
         live=r"(?:net\.)?",

@@ -116,7 +116,8 @@ def _collect(
     for entry, found in outcomes:
         if isinstance(found, Document):
             if not bad and isinstance(entry, Source):  # else nothing will come of the file
-                writer.add(entry.id, found)
+                # Of images at the end, truncation may have left none.
+                writer.add(entry.id, found, tokeniser.media_sources(entry)[: len(found.media)])
                 kinds.add(entry.kind)
         elif isinstance(entry, Source) and skip and found.code == "E301":
             writer.skip(entry.id, found.message)

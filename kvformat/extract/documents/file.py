@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvformat.errors import KVFormatError, make_error
+from kvformat.errors import make_error
 from kvformat.extract.columns import HEADER_NBYTES, ColumnsFile, Written
-from kvformat.extract.documents.form import COLUMNS, TABLE, About, document_sum
-from kvformat.spec import canonical, limits
+from kvformat.extract.documents.form import COLUMNS, TABLE, document_sum
+from kvformat.extract.documents.keeping import keep
+from kvformat.extract.documents.sound import about_of, check_counts, first_places
 from kvformat.spec.document import MASKS, MEDIA_ENTRY_NBYTES, Document, unpack_media
 from kvformat.storage.faults import translated
 from kvformat.storage.local_read import FileIdentity, LocalReader, OpenFile, map_file
@@ -62,7 +63,7 @@ class Documents:
         self._bulk = bulk
         self._columns = columns = ColumnsFile(file, TABLE, COLUMNS, what=_REMEDY)
         arrays = columns.arrays
-        about = self._about(arrays["about"])
+        about = about_of(columns)
         self.text = about.text
         self.skipped = about.skipped
         self.num_tokens: NDArray[np.uint32] = arrays["tokens"]
@@ -77,10 +78,10 @@ class Documents:
         self._digest_bytes = self.digests.reshape(-1).data
         self._name_bytes = arrays["name_bytes"].data
         self._media = arrays["media"].reshape(-1).data
-        self._check_counts()
+        check_counts(columns)
         sizes = self.num_tokens.astype(np.uint64) * (self.position_rows.astype(np.uint64) + np.uint64(1))
         self._end: NDArray[np.uint64] = np.cumsum(sizes, dtype=np.uint64)
-        self._first_place = self._checked_values()
+        self._first_place = first_places(columns, self._end)
         sources = arrays["source_digest"].reshape(-1).data
         self._sources = {bytes(sources[at : at + 32]): at // 32 for at in range(0, len(sources), 32)}
 
@@ -198,37 +199,7 @@ class Documents:
 
     def save(self, files: LocalFiles, path: Path) -> None:
         """Give the file another name, where it has one and that is on the same file system, or copy it. Durable."""
-        if self._link(files, path):
-            return
-        fd = files.create(path)
-        try:
-            size = self.proof.nbytes
-            for first in range(0, size, _BLOCK_NBYTES):
-                files.write(fd, [self._bulk.read(first, min(_BLOCK_NBYTES, size - first))], first, path)
-            files.sync(fd, path)
-        finally:
-            os.close(fd)
-
-    def _link(self, files: LocalFiles, path: Path) -> bool:
-        source = Path(self.path)
-        try:
-            linked = self._is_named(source) and files.link(source, path)
-        except KVFormatError as error:
-            if error.code != "E201":
-                raise
-            return False
-        if linked and not self._is_named(path):  # another file took the name meanwhile
-            files.unlink(path)
-            return False
-        return linked
-
-    def _is_named(self, path: Path) -> bool:
-        """Whether a path leads to this very file."""
-        try:
-            status = path.stat(follow_symlinks=False)
-        except OSError:
-            return False
-        return (status.st_dev, status.st_ino) == (self._bulk.identity.device, self._bulk.identity.inode)
+        keep(self._bulk, files, path)
 
     def _check_block(self, part: slice, block: memoryview, vocab_size: int | None) -> None:
         columns = (self.num_tokens, self.position_rows, self.masks, self._prefix_length, self._media_end)
@@ -256,45 +227,6 @@ class Documents:
         if found != self._digest_bytes[number * 32 : number * 32 + 32]:
             self._columns.refuse(f"document {number} ({self.first_name(number)!r}) is not as it was written")
 
-    def _about(self, data: NDArray[np.uint8]) -> About:
-        try:
-            return canonical.convert(canonical.decode(data.tobytes()), About)
-        except KVFormatError as error:
-            self._columns.refuse(f"its description cannot be read ({error.message})")
-
-    def _check_counts(self) -> None:
-        counts = self._columns.counts
-        groups = (
-            ("tokens", "position_rows", "mask", "prefix_length", "digest", "media_end"),
-            ("name_document", "name_input", "name_end"),
-            ("source_digest", "source_end"),
-        )
-        if any(counts[name] != counts[group[0]] for group in groups for name in group):
-            self._columns.refuse("columns that belong together are of different lengths")
-
-    def _checked_values(self) -> NDArray[np.intp]:
-        """Refuse values that no writer makes, and find the first name of each document."""
-        counts, arrays = self._columns.counts, self._columns.arrays
-        ends = (
-            (self._end, counts["inputs"]),
-            (self._media_end, counts["media"]),
-            (self._name_end, counts["name_bytes"]),
-            (arrays["source_end"], counts["source_bytes"]),
-        )
-        # Compared as they are: differences of unsigned numbers are never negative.
-        sound = all((end[1:] >= end[:-1]).all() and (int(end[-1]) if len(end) else 0) == total for end, total in ends)
-        sound = sound and bool(
-            ((self.num_tokens >= 1) & (self.num_tokens <= limits.MAX_TOKENS)).all()
-            and np.isin(self.position_rows, (0, 1, 3)).all()
-            and (self.masks < len(MASKS)).all()
-            and (self.name_input[1:] > self.name_input[:-1]).all()
-        )
-        reached = np.maximum.accumulate(self.name_document.astype(np.int64))
-        first: NDArray[np.intp] = np.flatnonzero(np.diff(reached, prepend=-1))
-        if not sound or len(first) != len(self) or (reached[first] != np.arange(len(self))).any():
-            self._columns.refuse("it holds values that no writer of documents makes")
-        return first
-
 
 def open_documents(path: str | os.PathLike[str]) -> Documents:
     """Open a documents file: check everything but the inputs, each of which is proved when it is read.
@@ -309,6 +241,8 @@ def open_documents(path: str | os.PathLike[str]) -> Documents:
         LocalReader(path.parent, use_mmap=use_mmap, or_read=True).open(path.name)
         for use_mmap in (not prefers_pread(path), False)
     )
+    if file.identity != bulk.identity:
+        raise make_error("E307", f"it was replaced or written to meanwhile; {_REMEDY}", path=path)
     return Documents(file, bulk)
 
 

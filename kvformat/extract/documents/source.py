@@ -107,17 +107,21 @@ def _messages_reason(messages: Value) -> str | None:
             return f"{where}: `role` must be a string"
         content = message.get("content")
         if isinstance(content, list):
-            if not all(
-                isinstance(part, dict)
-                and part.keys() == {"type", "text"}
-                and part["type"] == "text"
-                and isinstance(part["text"], str)
-                for part in content
-            ):
-                return f'{where}: a part of `content` must be {{"type": "text", "text": ...}}; media are not read here'
+            if not all(map(_is_part, content)):
+                return (
+                    f'{where}: a part of `content` must be {{"type": "text", "text": TEXT}} or, with images, '
+                    '{"type": "image", "image": PATH_OR_URL}'
+                )
         elif not isinstance(content, str) and not (content is None and "tool_calls" in message):
             return f"{where}: `content` must be a string or an array of text parts, found {_kind(content)}"
     return None
+
+
+def _is_part(part: Value) -> bool:
+    """Whether a part of a message is a text or an image."""
+    if not isinstance(part, dict) or part.get("type") not in ("text", "image"):
+        return False
+    return part.keys() == {"type", part["type"]} and isinstance(part[part["type"]], str)
 
 
 def _token_ids(ids: Value) -> NDArray[np.int32] | str:

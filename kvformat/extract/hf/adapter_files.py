@@ -54,7 +54,7 @@ class LowRank(NamedTuple):
     Attributes
     ----------
     pairs
-        A ``[rank, in]`` and B ``[out, rank]`` by module name inside the decoder: ``scale * B @ A`` is what they add.
+        A ``[rank, in]`` and B ``[out, rank]`` by module name inside the decoder: what they add is ``B @ A``, scaled.
     rank, alpha, rslora
         The scale is ``alpha / rank``, or ``alpha / sqrt(rank)`` with ``rslora``.
     """
@@ -63,11 +63,6 @@ class LowRank(NamedTuple):
     rank: int
     alpha: float
     rslora: bool
-
-    @property
-    def scale(self) -> float:
-        """Factor of the product."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def digest(self, dtype: ComputeDtype) -> str:
         """SHA-256 (hex) over all of its tensors by ``kvf-tensors-1``."""

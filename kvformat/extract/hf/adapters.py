@@ -19,9 +19,16 @@ from kvformat.extract.weights import weights_digest, weights_file
 from kvformat.spec.context import Adapter, ComputeDtype, real
 from kvformat.tensors import torch_dtype
 
-__all__ = ["Adapted", "applied_adapter", "attach_adapter", "load_peft"]
+__all__ = ["Adapted", "Applied", "applied_adapter", "attach_adapter", "load_peft"]
 
 _NAME = "default"
+
+
+class Applied(NamedTuple):
+    """Name of an adapter in its layers, and the factor of its product."""
+
+    name: str
+    scale: float
 
 
 class Adapted(NamedTuple):
@@ -31,15 +38,12 @@ class Adapted(NamedTuple):
     ----------
     paths
         Modules it changes, by name inside the decoder; of an applied one, all modules that are adapter layers.
-    active
-        Name of the adapter in its layers; None where it is merged and no such layers are left.
-    scale
-        Factor of its product.
+    applied
+        None where it is merged, and no such layers are left.
     """
 
     paths: frozenset[str]
-    active: str | None
-    scale: float
+    applied: Applied | None
 
     def split(self, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Tensors of the base, under the names they have without adapter, and tensors of the adapter.
@@ -59,14 +63,14 @@ class Adapted(NamedTuple):
         changed = False
         for name, tensor in state.items():
             path = next((path for path in _owners(name) if path in self.paths), None)
-            if path is None or self.active is None:
+            if path is None or self.applied is None:
                 base[name] = tensor
                 changed |= path is not None
                 continue
             inner = name[len(path) + 1 :]
             if inner.startswith("base_layer."):
                 base[f"{path}.{inner.removeprefix('base_layer.')}"] = tensor
-            elif inner in (f"lora_A.{self.active}.weight", f"lora_B.{self.active}.weight"):
+            elif inner in (f"lora_A.{self.applied.name}.weight", f"lora_B.{self.applied.name}.weight"):
                 low_rank[f"{path}.{inner.partition('.')[0]}.weight"] = tensor
         if not low_rank and not changed:
             raise _reaches_nothing(len(self.paths))
@@ -74,10 +78,10 @@ class Adapted(NamedTuple):
 
     def named(self, low_rank: Mapping[str, torch.Tensor], *, compute_dtype: ComputeDtype) -> tuple[Adapter, ...]:
         """What a context says of an applied adapter with these tensors; nothing of a merged one."""
-        if self.active is None:
+        if self.applied is None:
             return ()
         digest = weights_digest(weights_file(low_rank, compute_dtype=compute_dtype))
-        return (Adapter(scale=real(self.scale), scheme=digest.scheme, sha256=digest.sha256),)
+        return (Adapter(scale=real(self.applied.scale), scheme=digest.scheme, sha256=digest.sha256),)
 
 
 def attach_adapter(
@@ -141,7 +145,7 @@ def attach_adapter(
     }
     if mode == "merge":
         decoder = tuner.merge_and_unload(progressbar=False)
-        return decoder.eval(), Adapted(frozenset(pairs), None, stored.scale), found
+        return decoder.eval(), Adapted(frozenset(pairs), None), found
     decoder.eval()
     return decoder, applied_adapter(decoder, compute_dtype=compute_dtype), found
 
@@ -178,7 +182,7 @@ def applied_adapter(decoder: nn.Module, *, compute_dtype: ComputeDtype) -> Adapt
             f"found {len(active)} active adapters and {len(scales)} scales, a context names one of each; merge them "
             "instead",
         )
-    return Adapted(frozenset(layers), active.pop(), scales.pop())
+    return Adapted(frozenset(layers), Applied(active.pop(), scales.pop()))
 
 
 def load_peft() -> Any:

@@ -84,7 +84,7 @@ class HuggingFaceExtractor:
     ) -> None:
         if decoder.training:
             raise make_error("E081", "the model is in training mode; call eval() first, dropout would change its keys")
-        if adapted is None or adapted.active is None:
+        if adapted is None or adapted.applied is None:
             refuse_adapters(decoder)
         config: Any = decoder.config
         check_history(config, decoder)
@@ -407,8 +407,9 @@ class HuggingFaceExtractor:
             "provenance": self._provenance,
             "state": state_digest(state),
         }
-        if self._adapted is not None and self._adapted.active is not None:
-            determining["adapter"] = {"active": self._adapted.active, "scale": real(self._adapted.scale)}
+        if self._adapted is not None and self._adapted.applied is not None:
+            name, scale = self._adapted.applied
+            determining["adapter"] = {"name": name, "scale": real(scale)}
         return hashlib.sha256(canonical.encode(determining)).hexdigest()
 
     def _move(self, device: torch.device) -> None:

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvformat.extract import Tokeniser
+from kvformat.extract.documents import open_documents
+from kvformat.extract.hf import describe
+from kvformat.extract.plan import make_plan, open_plan
+from tests.models import save_tiny, write_documents
+
+TEXTS = ["aa", "bb", "a longer text", "aa", "the longest text of them all"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny", "llama", max_position_embeddings=64)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_documents(tmp_path / "docs.jsonl", [{"id": f"doc-{n} [red]", "text": t} for n, t in enumerate(TEXTS)])
+
+
+def plan_of(model: Path, source: Path, **options: Any) -> Any:
+    described = describe(model)
+    tokeniser = Tokeniser.load(model, max_tokens=described.max_tokens, vocab_size=described.vocab_size)
+    return make_plan(source, tokeniser, schema=described.schema, **options)
+
+
+def test_documents_then_a_plan_of_them(run: Any, model: Path, source: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "new" / "d.kvdocs", tmp_path / "plans" / "one"
+    made = run("documents", "--documents", source, "--model", model, "--out", file)
+    assert made.code == 0, made.stderr
+    assert [found.first_name(number) for found in [open_documents(file)] for number in range(4)] == [
+        "doc-0 [red]",
+        "doc-1 [red]",
+        "doc-2 [red]",
+        "doc-4 [red]",
+    ]
+    options = ["--order", "length", "--batch-size", 2, "--batch-tokens", 64, "--shard-size", "64K"]
+    planned = run("plan", "--documents", file, "--model", model, "--out", out, *options)
+    assert planned.code == 0, planned.stderr
+    found = open_plan(out)
+    like = plan_of(model, source, order="length", batch_size=2, batch_tokens=64, shard_nbytes=64 << 10)
+    assert found.digest == like.digest
+    assert found.digest in planned.stdout
+    # The same straight from the source, and again over what is there.
+    for target in (tmp_path / "two", out):
+        again = run("plan", "--documents", source, "--model", model, "--out", target, *options)
+        assert again.code == 0, again.stderr
+        assert open_plan(target).digest == found.digest
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["docs.jsonl", "new", "plans", "two"]
+
+
+def test_what_they_tell(run: Any, model: Path, source: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "d.kvdocs", tmp_path / "plan"
+    told = json.loads(run("documents", "--documents", source, "--model", model, "--out", file, "--json").stdout)
+    tokens = sum(len(text) + 1 for text in set(TEXTS))
+    assert told == {
+        "ok": True,
+        "location": str(file),
+        "documents": 5,
+        "records": 4,
+        "names": 5,
+        "duplicates": 1,
+        "skipped": 0,
+        "tokens": tokens,
+        "longest": 29,
+        "nbytes": file.stat().st_size,
+        "sha256": open_documents(file).proof.sha256,
+    }
+    told = json.loads(run("plan", "--documents", file, "--model", model, "--out", out, "--json").stdout)
+    plan = open_plan(out)
+    assert told == {
+        "ok": True,
+        "location": str(out),
+        "digest": plan.digest,
+        "documents": 5,
+        "records": 4,
+        "names": 5,
+        "duplicates": 1,
+        "skipped": 0,
+        "tokens": tokens,
+        "longest": 29,
+        "shards": 1,
+        "groups": 4,
+        "nbytes": plan.nbytes,
+    }
+    lines = run("plan", "--documents", file, "--model", model, "--out", out).stdout
+    assert f"({plan.nbytes:,} bytes)" in lines
+    assert "duplicates" in lines
+
+
+def test_options_of_the_model_reach_the_schema(run: Any, model: Path, source: Path, tmp_path: Path) -> None:
+    options = ["--layers", "0,2", "--dtype", "bf16", "--compute-dtype", "f32", "--shard-slots", 3]
+    result = run("plan", "--documents", source, "--model", model, "--out", tmp_path / "plan", *options)
+    assert result.code == 0, result.stderr
+    plan = open_plan(tmp_path / "plan")
+    assert plan.schema == describe(model, layers=[0, 2], dtype="BF16", compute_dtype="F32").schema
+    assert plan.shard_slots == 3
+
+
+def test_tokenising_is_told_how(run: Any, model: Path, tmp_path: Path) -> None:
+    long = write_documents(tmp_path / "d.jsonl", [{"id": "a", "text": "x" * 100}, {"id": "b", "text": "y"}])
+    base = ["documents", "--documents", long, "--model", model, "--out"]
+    refused = run(*base, tmp_path / "d.kvdocs")
+    assert refused.code == 3
+    assert "error [E301]: line 1: 101 tokens, but the model has 64 positions" in refused.stderr
+    assert run(*base, tmp_path / "cut.kvdocs", "--truncate", 8, "--no-special-tokens").code == 0
+    cut = open_documents(tmp_path / "cut.kvdocs")
+    assert (cut.num_tokens.tolist(), cut.text.truncate, cut.text.special_tokens) == ([8, 1], 8, False)
+    skipped = run(*base, tmp_path / "less.kvdocs", "--skip-too-long", "--json")
+    assert json.loads(skipped.stdout)["skipped"] == 1
+    assert [one.name for one in open_documents(tmp_path / "less.kvdocs").skipped] == ["a"]
+    result = run("plan", "--documents", long, "--model", model, "--out", tmp_path / "plan", "--skip-too-long")
+    assert result.code == 0, result.stderr
+    assert [one.name for one in open_plan(tmp_path / "plan").skipped] == ["a"]
+
+
+def test_columns_and_functions(run: Any, model: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet.write_table(pyarrow.table({"clip": ["a"], "caption": ["x"]}), tmp_path / "d.parquet")
+    base = ["documents", "--model", model, "--documents"]
+    columns = ["--column", "id=clip", "--column", "text=caption"]
+    assert run(*base, tmp_path / "d.parquet", "--out", tmp_path / "p.kvdocs", *columns).code == 0
+    (tmp_path / "mine.py").write_text("def f():\n    yield {'id': 'a', 'text': 'x'}\n")
+    assert run(*base, f"{tmp_path}/mine.py:f", "--out", tmp_path / "f.kvdocs").code == 0
+    assert (tmp_path / "p.kvdocs").read_bytes() == (tmp_path / "f.kvdocs").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "match"),
+    [
+        ("documents", ["--out", "d.jsonl"], "--out must be the NAME.kvdocs of a documents file"),
+        ("documents", ["--out", "d.kvdocs", "--column", "id"], "--column must be MEMBER=NAME"),
+        ("documents", ["--out", "d.kvdocs", "--column", "id=a", "--column", "id=b"], "each member once"),
+        ("documents", ["--out", "d.kvdocs", "--column", "id=a"], "columns are named of Parquet"),
+        ("documents", ["--out", "d.kvdocs", "--truncate", "65"], "the model has 64 positions"),
+        ("plan", ["--out", "plan", "--order", "random"], "random"),
+        ("plan", ["--out", "plan", "--shard-slots", "10001"], "shard_slots must be an integer of 1 to 10000"),
+        ("plan", ["--out", "plan", "--batch-tokens", "0"], "batch-tokens"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense(
+    run: Any,
+    model: Path,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    options: list[str],
+    match: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(command, "--documents", source, "--model", model, *options)
+    assert result.code == 2
+    assert match in result.stderr
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["docs.jsonl"]
+
+
+def test_documents_that_are_tokenised_already(run: Any, model: Path, source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "d.kvdocs"
+    run("documents", "--documents", source, "--model", model, "--out", file)
+    for option in (["--truncate", 3], ["--skip-too-long"], ["--no-special-tokens"], ["--add-generation-prompt"]):
+        result = run("plan", "--documents", file, "--model", model, "--out", tmp_path / "plan", *option)
+        assert result.code == 2
+        assert "tokenised already" in result.stderr
+    assert run("documents", "--documents", file, "--model", model, "--out", tmp_path / "e.kvdocs").code == 2
+
+
+def test_another_plan_is_never_overwritten(run: Any, model: Path, source: Path, tmp_path: Path) -> None:
+    base = ["plan", "--documents", source, "--model", model, "--out", tmp_path / "plan"]
+    assert run(*base).code == 0
+    digest = open_plan(tmp_path / "plan").digest
+    refused = run(*base, "--order", "length")
+    assert refused.code == 3
+    assert "error [E207]: another plan is here already; choose another location" in refused.stderr
+    assert open_plan(tmp_path / "plan").digest == digest
+
+
+def test_an_interrupt_leaves_nothing(
+    run: Any, model: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvformat.extract.plan.Plan.save", stop)
+    assert run("plan", "--documents", source, "--model", model, "--out", tmp_path / "plan").code == 130
+    assert [entry.name for entry in tmp_path.iterdir()] == ["docs.jsonl"]
