@@ -43,7 +43,7 @@ $(VENV)/.demo: $(VENV)/.torch
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch $(VENV)/.demo
-	$(BIN)/python $(PIP) --editable '.[dev,hf,obstore,remote,s3]' gguf accelerate
+	$(BIN)/python $(PIP) --editable '.[data,dev,hf,obstore,ray,remote,s3]' gguf accelerate
 	touch $@
 
 # The peers pin old releases of what kvformat uses: an environment of their own. The bound on xxhash is lifted again: the

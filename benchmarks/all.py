@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-SCRIPTS = ("handles", "read", "slab", "open_million", "write", "loader", "sampler", "remote")
+SCRIPTS = (
+    "handles",
+    "read",
+    "slab",
+    "open_million",
+    "write",
+    "loader",
+    "sampler",
+    "remote",
+    "planning",
+)
 
 
 def main(

@@ -101,6 +101,12 @@ class Watch:
         self.nbytes += nbytes
         self._bar.advance(self._task, tokens)
 
+    def elsewhere(self, *, nbytes: int) -> None:
+        """No other workers here."""
+
+    def times(self, times: extract.PipelineTimes) -> None:
+        """What limits the rate is told by the command line."""
+
 
 def make_room(location: Path) -> None:
     """Remove the dataset of an earlier run; anything that is no dataset is left alone and refused."""

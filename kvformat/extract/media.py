@@ -88,7 +88,7 @@ def load_image(source: str, *, max_pixels: int = MAX_PIXELS) -> Image:
     try:
         from PIL import Image
     except ImportError as error:
-        raise make_error("E205", "images need Pillow: pip install pillow") from error
+        raise make_error("E205", "images need Pillow: pip install 'kvformat[hf]'") from error
     data = _read(source)
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:

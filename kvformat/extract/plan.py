@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "PlannedDocument", "make_plan", "open_plan"]
 
 
-_ANY = Schema.uniform(num_layers=1, num_kv_heads=1, head_dim=1)
-
-
 class PlannedDocument(NamedTuple):
     """One record of a plan: its number, the first of its names, its document and the digest of that."""
 
@@ -213,7 +210,7 @@ def make_plan(
     documents: Documents | DocumentsSource,
     tokeniser: Tokeniser | None = None,
     *,
-    schema: Schema = _ANY,
+    schema: Schema,
     shard_nbytes: int = 1 << 30,
     shard_slots: int = 1024,
     order: Order = "given",

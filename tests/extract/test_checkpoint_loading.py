@@ -132,6 +132,16 @@ def test_live_and_ema_weights_are_not_chosen_between(tmp_path: Path) -> None:
             load_decoder(config, checkpoint=source(checkpoint, **options))
 
 
+@pytest.mark.parametrize(("head", "weights"), [("net.", "live"), ("", "live"), ("net_ema.", "ema")])
+def test_where_only_one_kind_of_weights_is_it_is_taken_and_recorded(tmp_path: Path, head: str, weights: str) -> None:
+    model = tiny_model("llama")
+    state = {f"{head}language_model.{name}": tensor for name, tensor in model.state_dict().items()}
+    checkpoint = save_dcp(state, tmp_path / "dcp")
+    loaded = load_from_checkpoint(save_config(tmp_path / "config", "llama"), source(checkpoint, preset=MOT))
+    assert loaded.provenance["checkpoint_weights"] == weights
+    assert_same(loaded.module, model.model)
+
+
 def test_what_stands_beside_the_model_is_left_and_what_its_layers_lack_is_not(tmp_path: Path) -> None:
     model = tiny_model("llama")
     config = save_config(tmp_path / "config", "llama")

@@ -119,7 +119,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "real shape": (in_header(lambda h: h["a"].update(shape=[40, 30.0])), "sizes and offsets must be integers"),
     "offsets": (in_header(lambda h: h["a"].update(data_offsets=[0])), "its header cannot be read"),
     "backwards": (in_header(lambda h: h["a"].update(data_offsets=[9, 3])), "sizes and offsets must be integers"),
-    "hole": (in_header(lambda h: h.pop("b")), "its tensors would end at byte"),
+    "hole": (in_header(lambda h: h.pop("a")), "its tensors would end at byte"),
     "fifo": (fifo, "no regular file"),
 }
 

@@ -628,7 +628,7 @@ def test_all_bad_lines_are_told_whatever_is_wrong_with_them(tmp_path: Path) -> N
     documents = write_documents(tmp_path / "d.jsonl", lines)
     tokeniser = Tokeniser(tiny_tokenizer(), vocab_size=320, max_tokens=8)
     with pytest.raises(InputError) as refused:
-        make_plan(documents, tokeniser)
+        make_plan(documents, tokeniser, schema=Arithmetic.schema)
     assert (refused.value.code, refused.value.path) == ("E300", str(documents))
     first, *others = refused.value.message.split("; line ")
     assert first == "5 bad lines: line 2: token id 320 is beyond the model's vocabulary of 320"
@@ -642,10 +642,10 @@ def test_all_bad_lines_are_told_whatever_is_wrong_with_them(tmp_path: Path) -> N
 def test_a_single_bad_document_is_told_with_its_id(tmp_path: Path) -> None:
     documents = write_documents(tmp_path / "d.jsonl", [{"id": i, "token_ids": [9]} for i in "ab"])
     with pytest.raises(InputError, match="2 bad lines"):
-        make_plan(documents, Tokeniser(None, vocab_size=9))
+        make_plan(documents, Tokeniser(None, vocab_size=9), schema=Arithmetic.schema)
     rewritten(documents, lambda lines: lines[0].update(token_ids=[8]))
     with pytest.raises(InputError, match="line 2: token id 9") as refused:
-        make_plan(documents, Tokeniser(None, vocab_size=9))
+        make_plan(documents, Tokeniser(None, vocab_size=9), schema=Arithmetic.schema)
     assert refused.value.record == "b"
     assert refused.value.message.startswith("line 2: ")
 
@@ -661,7 +661,7 @@ def test_what_the_model_lacks_is_told_once(tokeniser: Tokeniser, text: str, tmp_
     member = {"text": "x"} if text.startswith("text") else {"messages": [{"role": "user", "content": "x"}]}
     lines = ["[]", *({"id": f"{i}", **member} for i in range(9))]
     with pytest.raises(InputError) as refused:
-        make_plan(write_documents(tmp_path / "d.jsonl", lines), tokeniser)
+        make_plan(write_documents(tmp_path / "d.jsonl", lines), tokeniser, schema=Arithmetic.schema)
     assert refused.value.message.startswith("2 bad lines: line 1: ")
     assert refused.value.message.count(text) == 1
 

@@ -54,6 +54,14 @@ def test_a_full_ring_is_full() -> None:
     assert pinned.sizes == [2 * PAGE, 1]
 
 
+def test_the_beginning_is_not_used_again_before_it_is_free() -> None:
+    ring = PinnedRing(4 * PAGE, Pinned())
+    first, _ = ring.take(PAGE), ring.take(3 * PAGE)
+    ring.give_back(first)
+    assert ring.take(2 * PAGE).extent is None
+    assert ring.take(PAGE).extent == (0, PAGE)
+
+
 def test_what_finds_no_room_gets_memory_of_its_own() -> None:
     pinned = Pinned()
     ring = PinnedRing(2 * PAGE, pinned)

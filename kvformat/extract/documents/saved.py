@@ -46,7 +46,7 @@ class SavedRows:
         try:
             library: Any = import_module("datasets")
         except ImportError as error:
-            raise make_error("E205", "reading it needs datasets: pip install datasets", path=path) from error
+            raise make_error("E205", "reading it needs datasets: pip install 'kvformat[data]'", path=path) from error
         self.location = str(path)
         try:
             loaded = library.load_from_disk(str(path))

@@ -190,7 +190,7 @@ def load_peft() -> Any:
     try:
         return import_module("peft")
     except ModuleNotFoundError as error:
-        raise make_error("E205", f"adapters need {error.name}: pip install peft") from error
+        raise make_error("E205", f"adapters need {error.name}: pip install 'kvformat[hf]'") from error
 
 
 def _check_plain(path: str, layer: Any, name: str, compute_dtype: ComputeDtype) -> None:

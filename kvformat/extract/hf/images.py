@@ -101,7 +101,7 @@ class ImageProcessor:
             import PIL  # noqa: F401 - transformers takes its absence for an unknown processor
             from transformers import AutoImageProcessor
         except ImportError as error:
-            raise make_error("E205", f"images need {error.name}: pip install pillow") from error
+            raise make_error("E205", f"images need {error.name}: pip install 'kvformat[hf]'") from error
         try:
             processor = AutoImageProcessor.from_pretrained(
                 str(model), revision=revision or "main", backend="pil", trust_remote_code=False

@@ -57,7 +57,9 @@ def load_config(model: str | Path, *, revision: str | None = None) -> Any:
             raise make_error("E081", f"{model} is a directory, which has no revision {revision!r}", path=model)
         if (directory / "adapter_config.json").exists():
             raise make_error(
-                "E302", "the directory holds an adapter; merge it into its base model and save that", path=model
+                "E302",
+                "the directory holds an adapter; give its base model, and this directory as adapter (--adapter)",
+                path=model,
             )
     try:
         config = AutoConfig.from_pretrained(str(model), revision=revision or "main", trust_remote_code=False)
