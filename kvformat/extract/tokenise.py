@@ -137,7 +137,7 @@ class Tokeniser:
         -------
         list
             Documents, and in place of one that cannot be: E300 no tokens, or an id beyond the vocabulary; E301 longer
-            than the model's positions; E305 no tokenizer, no chat template, or BOS doubled.
+            than the model's positions; E305 no tokenizer, no chat template, or BOS doubled; E309 for images.
         """
         found: list[Document | KVFormatError | None] = [None] * len(sources)
         waiting: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
@@ -146,6 +146,10 @@ class Tokeniser:
                 if source.token_ids is not None:
                     found[number] = self._checked(source, source.token_ids, path)
                 elif source.messages is not None:
+                    if source.images:
+                        raise _refusal(
+                            "E309", source, path, "its images are read by models that take some: ask for it (--images)"
+                        )
                     # A chat template writes the special tokens itself.
                     waiting[False].append((number, self._render(source, path)))
                 else:

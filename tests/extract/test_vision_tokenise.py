@@ -10,7 +10,7 @@ import pytest
 from kvformat.errors import InputError, KVFormatError
 from kvformat.extract.documents.source import Source
 from kvformat.extract.hf.images import ImageProcessor
-from kvformat.extract.hf.vision_tokenise import VisionTokeniser, image_references, media_spans
+from kvformat.extract.hf.vision_tokenise import VisionTokeniser, media_spans
 from kvformat.extract.media import media_digest, pixels_digest
 from kvformat.extract.tokenise import Tokeniser
 from tests.models import tiny_config
@@ -203,8 +203,8 @@ def test_references_stand_in_the_order_of_the_messages():
             {"role": "user", "content": [part("z.png")]},
         ),
     )
-    assert image_references(given) == ("x.png", "y.png", "z.png")
-    assert image_references(Source(id="a", place="line 1", text="x")) == ()
+    assert given.images == ("x.png", "y.png", "z.png")
+    assert Source(id="a", place="line 1", text="x").images == ()
 
 
 def test_spans_of_image_tokens():

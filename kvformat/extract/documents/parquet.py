@@ -41,7 +41,7 @@ class ParquetRows:
         try:
             self._parquet: Any = import_module("pyarrow.parquet")
         except ImportError as error:
-            raise make_error("E205", "reading Parquet needs pyarrow: pip install 'kvformat[data]'", path=path) from error
+            raise make_error("E205", "Parquet needs pyarrow: pip install 'kvformat[data]'", path=path) from error
         self.location = str(path)
         self._columns = columns
         self._files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]

@@ -41,6 +41,17 @@ class Source(Struct, frozen=True, kw_only=True):
     token_ids: NDArray[np.int32] | None = None
 
     @property
+    def images(self) -> tuple[str, ...]:
+        """Paths or URLs of the images in its messages, as they are written there, in order."""
+        return tuple(
+            part["image"]
+            for message in self.messages or ()
+            if isinstance(message.get("content"), list)
+            for part in message["content"]
+            if part["type"] == "image"
+        )
+
+    @property
     def kind(self) -> Kind:
         """Which of the three members it has."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)

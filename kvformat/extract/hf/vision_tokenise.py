@@ -24,7 +24,7 @@ from kvformat.extract.tokenise import Tokeniser
 from kvformat.extract.towers import takes_images
 from kvformat.spec.document import Document, Media
 
-__all__ = ["VisionTokeniser", "image_references", "media_spans"]
+__all__ = ["VisionTokeniser", "media_spans"]
 
 _MOST_THREADS = 16
 
@@ -131,15 +131,15 @@ class VisionTokeniser(Tokeniser):
         Errors besides: E300 where the rendered text has another number of placeholders than the messages have images,
         E301 where truncation would cut through an image, E309 for an image that does not load.
         """
-        pictured = [source for source in sources if image_references(source)]
+        pictured = [source for source in sources if source.images]
         if not pictured:
             return super().documents(sources, path=path)
-        plain = iter(super().documents([s for s in sources if not image_references(s)], path=path))
+        plain = iter(super().documents([s for s in sources if not s.images], path=path))
         found: list[Document | KVFormatError] = []
         with ThreadPoolExecutor(self._threads, thread_name_prefix="kvformat-images") as threads:
             looks = iter([threads.submit(self._look, source) for source in pictured])
             for source in sources:
-                if not image_references(source):
+                if not source.images:
                     found.append(next(plain))
                     continue
                 seen = next(looks)
@@ -157,7 +157,7 @@ class VisionTokeniser(Tokeniser):
         InputError
             E309 for what is no location.
         """
-        return tuple(resolve_source(reference, base=self._base) for reference in image_references(source))
+        return tuple(resolve_source(reference, base=self._base) for reference in source.images)
 
     def _with_images(self, source: Source, seen: Sequence[_Seen], path: object) -> Document:
         rendered = self._render(source, path)
@@ -236,17 +236,6 @@ class VisionTokeniser(Tokeniser):
         )
         found: NDArray[np.int64] = positions[:, 0].numpy()
         return found
-
-
-def image_references(source: Source) -> tuple[str, ...]:
-    """Paths or URLs of the images in a source's messages, as they are written there, in order."""
-    return tuple(
-        part["image"]
-        for message in source.messages or ()
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-        if part["type"] == "image"
-    )
 
 
 def media_spans(ids: NDArray[Any], image_id: int) -> Iterator[tuple[int, int]]:
