@@ -664,4 +664,11 @@ CODES: dict[str, Code] = {
         "audit",
         "A trainer's documents are those of the dataset, token by token.",
     ),
+    "E313": Code(
+        "quantisation-loss",
+        "InputError",
+        "writer",
+        "extract",
+        "A layer of a record loses no more to quantisation than the bound that is recorded.",
+    ),
 }

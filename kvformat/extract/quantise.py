@@ -114,7 +114,7 @@ class QuantisingExtractor:
         Raises
         ------
         InputError
-            E104 for values that are not finite, E302 for a layer that would lose more than the bound, naming component
+            E104 for values that are not finite, E313 for a layer that would lose more than the bound, naming component
             and layer, and of several documents the digest of the one: names are the caller's to add. E101, E102 where
             the inner extractor gives what its schema does not say; whatever that one raises.
         """
@@ -163,7 +163,7 @@ def _check_loss(
     Raises
     ------
     InputError
-        E104 for the first layer with values that are not finite, else E302 for the first that loses too much.
+        E104 for the first layer with values that are not finite, else E313 for the first that loses too much.
     """
     if not encoded:
         return
@@ -176,7 +176,7 @@ def _check_loss(
     at = next(n for n, error in enumerate(errors) if error > most) if all(kept) else kept.index(False)
     number, one, layer = layers[at]
     if kept[at]:
-        code = "E302"
+        code = "E313"
         message = (
             f"{one.source.name!r} stored by {scheme} would be off by {errors[at]:.3g} of its RMS, more than "
             f"{most:.3g}: take another scheme, none, or state a larger relative_rms"

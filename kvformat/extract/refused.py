@@ -11,7 +11,7 @@ __all__ = ["DOCUMENT_CODES", "OnError", "is_of_document", "skip_reason", "with_r
 
 OnError = Literal["fail", "skip"]
 
-DOCUMENT_CODES = frozenset({"E104", "E105", "E110", "E111", "E301", "E303", "E309"})
+DOCUMENT_CODES = frozenset({"E104", "E105", "E110", "E111", "E301", "E303", "E309", "E313"})
 """Errors that say something of one document. Others, a wrong dtype for instance, would be those of every document."""
 
 _NAMED = 3

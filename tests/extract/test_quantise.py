@@ -278,7 +278,7 @@ def test_what_would_lose_more_than_the_bound_is_refused(tmp_path):
     extractor.extract(given[:1])
     with pytest.raises(InputError, match=r"'k' stored by int8 would be off by 0\.0") as caught:
         extractor.extract(given[1:])
-    assert (caught.value.code, caught.value.layer) == ("E302", 2)
+    assert (caught.value.code, caught.value.layer) == ("E313", 2)
     QuantisingExtractor(Changed(spiked), relative_rms=0.2).extract(given[1:])
     QuantisingExtractor(Changed(spiked), scheme="fp8").extract(given[1:])
 
