@@ -265,7 +265,8 @@ def test_a_plan_and_its_documents_give_one_dataset(tmp_path: Path) -> None:
     planned = run(model=model, plan=tmp_path / "plan", out=tmp_path / "planned")
     assert planned.id == direct.id
     assert run(model=model, plan=open_plan(tmp_path / "plan"), out=tmp_path / "planned").id == direct.id
-    for options in ({"layers": [0]}, {"quantise": "int8"}, {"batch_size": 2}, {"truncate": 9}, {"documents": documents}):
+    settled = ({"layers": [0]}, {"quantise": "int8"}, {"batch_size": 2}, {"truncate": 9}, {"documents": documents})
+    for options in settled:
         with pytest.raises(UsageError):
             run(model=model, plan=tmp_path / "plan", out=tmp_path / "other", **options)
 

@@ -32,7 +32,20 @@ def test_names_and_rules_are_unique_and_well_formed() -> None:
         assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row.name), code
         assert row.rule.endswith("."), code
         assert "|" not in row.rule, f"{code} would break the table"
-        stages = {"open", "touch", "verify", "read", "write", "seal", "commit", "extract", "audit", "load", "clean", "any"}
+        stages = {
+            "any",
+            "audit",
+            "clean",
+            "commit",
+            "extract",
+            "load",
+            "open",
+            "read",
+            "seal",
+            "touch",
+            "verify",
+            "write",
+        }
         assert set(row.detected.split(", ")) <= stages, code
 
 
