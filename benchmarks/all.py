@@ -18,6 +18,7 @@ SCRIPTS = (
     "sampler",
     "remote",
     "planning",
+    "resuming",
 )
 
 

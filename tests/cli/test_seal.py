@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,16 @@ def run() -> Any:
 
 
 @pytest.fixture(params=["local", "remote"])
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path | Remote:
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path | Remote]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if request.param == "local":
-        return tmp_path / "ds"
+        yield tmp_path / "ds"
+        return
     store = MemoryStore(URL)
     monkeypatch.setattr("kvformat.storage.connect.connect", lambda *_: store)
-    return Remote(URL)
+    remote = Remote(URL)
+    yield remote
+    remote.close()
 
 
 def name_of(target: Path | Remote) -> str:

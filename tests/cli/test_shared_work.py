@@ -42,13 +42,17 @@ class Place:
 
 
 @pytest.fixture(params=["local", "remote"])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Place:
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Place]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if request.param == "local":
-        return Place(tmp_path / "ds", None)
+        yield Place(tmp_path / "ds", None)
+        return
     store = MemoryStore(URL)
     monkeypatch.setattr("kvformat.storage.connect.connect", lambda *_: store)
-    return Place(Remote(URL), store)
+    place = Place(Remote(URL), store)
+    yield place
+    assert isinstance(place.target, Remote)
+    place.target.close()
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def test_each_run_may_be_of_another_size(tmp_path, plan, identity, sizes, kind):
                 make(workshop, plan, mine[: chance.randrange(2)])
                 finished |= set(mine[:1]) & workshop.finished()
     assert 0 < len(finished) < plan.num_shards
-    result = finish(target, plan, rank=1, world_size=2, spool=tmp_path / "spool")
+    result = finish(target, plan, rank=1, world_size=2, spool=tmp_path / "spool", keep_open=False)
     assert (result["id"], set(result["earlier"])) == (identity, finished)
 
 

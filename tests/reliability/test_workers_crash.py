@@ -190,11 +190,12 @@ def test_a_full_spool_is_told(tmp_path, plan, identity):
 
     store, spool = MemoryStore(), tmp_path / "spool"
     files = Full("write", nth=5, error=errno.ENOSPC)
-    with pytest.raises(KVFormatError) as caught, opened(remote(store), plan, spool=spool, files=files) as workshop:
+    options = {"spool": spool, "keep_open": False}
+    with pytest.raises(KVFormatError) as caught, opened(remote(store), plan, files=files, **options) as workshop:
         make(workshop, plan, range(plan.num_shards))
     assert caught.value.code == "E200"
     assert list(spool.iterdir()) == []
-    result = finish(remote(store), plan, spool=spool)
+    result = finish(remote(store), plan, **options)
     assert result["id"] == identity
     assert result["earlier"]
 

@@ -28,7 +28,12 @@ def plan():
 
 @pytest.fixture(params=["local", "remote"])
 def target(request, tmp_path):
-    return tmp_path / "ds" if request.param == "local" else remote(MemoryStore())
+    if request.param == "local":
+        yield tmp_path / "ds"
+        return
+    target = remote(MemoryStore())
+    yield target
+    target.close()
 
 
 @pytest.fixture
@@ -165,13 +170,13 @@ def test_receipts_are_not_kept_in_memory(tmp_path, monkeypatch):
 
         def published(self, **options):
             gc.collect()
-            kept.append(sum(isinstance(one, Receipt) for one in gc.get_objects()))
+            kept.append(sum(type(one) is Receipt for one in gc.get_objects()))
             return publish(self, **options)
 
         monkeypatch.setattr(Workshop, "_counting", counted)
         monkeypatch.setattr(sealing._Gathered, "add", gathered)
         monkeypatch.setattr(Workshop, "publish", published)
-        before = sum(isinstance(one, Receipt) for one in gc.get_objects())
+        before = sum(type(one) is Receipt for one in gc.get_objects())
         seal(workshop, plan)
     assert (read[0], max(ahead)) == (200, 64)
     assert kept[0] <= before + 1

@@ -33,10 +33,11 @@ class Place:
         self.store = MemoryStore()
         self.directory = directory / "ds"
         self.spool = directory / "spool"
+        self.target = self.directory if kind == "local" else remote(self.store)
 
-    @property
-    def target(self):
-        return self.directory if self.kind == "local" else remote(self.store)
+    def close(self):
+        if self.kind == "remote":
+            self.target.close()
 
     def opened(self, plan, **options):
         if self.kind == "remote":
@@ -88,7 +89,9 @@ class Place:
 
 @pytest.fixture(params=["local", "remote"])
 def place(request, tmp_path):
-    return Place(request.param, tmp_path)
+    place = Place(request.param, tmp_path)
+    yield place
+    place.close()
 
 
 @pytest.fixture
@@ -157,7 +160,7 @@ def test_a_store_that_may_not_be_listed(plan, tmp_path):
 
     store = MemoryStore()
     faulty = FaultyStore(store, [Rule("list", raised(lambda: DeniedFault("no")))])
-    with opened(remote(faulty), plan, spool=tmp_path / "spool") as workshop:
+    with opened(remote(faulty), plan, spool=tmp_path / "spool", keep_open=False) as workshop:
         make(workshop, plan, [0, 2])
         assert workshop.finished() == {0, 2}
         assert workshop.workers() == []
