@@ -11,6 +11,7 @@ import typer
 from kvformat.cli import model_options, options, output, ray_options, source_options, spool_option
 from kvformat.cli.group import INTERRUPTED
 from kvformat.cli.headers import header_nbytes, header_warning
+from kvformat.cli.load_time import LoadTime, load_time
 from kvformat.cli.progress import meter
 from kvformat.cli.quiet import quiet_libraries
 from kvformat.cli.watch import Watch
@@ -180,10 +181,11 @@ def extract(
     )
     if warning is not None and watch.extracted:
         output.complain(warning)
+    saved = None if watch.spent is None else load_time(dataset, watch.spent)
     if as_json:
-        output.emit_json(_document(dataset, watch))
+        output.emit_json(_document(dataset, watch, saved))
     else:
-        output.emit(*_lines(dataset, watch))
+        output.emit(*_lines(dataset, watch, saved))
 
 
 def _tell_spool(out: str, spool: str | None) -> None:
@@ -216,7 +218,7 @@ def _left(out: str, storage_options: dict[str, Any]) -> str:
     return "no shard was finished, the same command begins anew"
 
 
-def _document(dataset: Dataset, watch: Watch) -> dict[str, Any]:
+def _document(dataset: Dataset, watch: Watch, saved: LoadTime | None) -> dict[str, Any]:
     import msgspec
 
     return {
@@ -235,11 +237,12 @@ def _document(dataset: Dataset, watch: Watch) -> dict[str, Any]:
         "skipped": len(dataset.manifest.skipped),
         "times": None if watch.spent is None else msgspec.to_builtins(watch.spent),
         "limited_by": watch.limit,
+        "load_time": None if saved is None else msgspec.to_builtins(saved),
         "seconds": round(watch.seconds, 3) if watch.extracted else 0,
     }
 
 
-def _lines(dataset: Dataset, watch: Watch) -> list[str]:
+def _lines(dataset: Dataset, watch: Watch, saved: LoadTime | None) -> list[str]:
     done = "published" if watch.extracted else "already finished, with equal plan and context"
     counts = ", ".join(
         output.counted(count, noun)
@@ -263,6 +266,8 @@ def _lines(dataset: Dataset, watch: Watch) -> list[str]:
         lines.append(f"    {computed}{kept}{others}")
         if watch.nbytes and watch.spent is not None:
             lines.append(f"    {watch.spent}")
+        if saved is not None:
+            lines.append(f"    {saved}")
     skipped = len(dataset.manifest.skipped)
     if skipped:
         lines.append(f"    {output.counted(skipped, 'document')} skipped: the manifest lists them, with the reasons")

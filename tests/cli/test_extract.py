@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -60,13 +61,16 @@ def test_extract_publishes_what_the_function_would(run, arguments, model, docume
     assert dataset.id == same.id
     assert dataset.schema.components[0].layers == (0, 2)
     assert (len(dataset), dataset.num_names) == (4, 5)
-    first, identity, counts, rates, limits = result.stdout.splitlines()
+    first, identity, counts, rates, limits, saved = result.stdout.splitlines()
     assert first == f"published: {tmp_path / 'out'}"
     assert identity == f"    id {dataset.id}"
     assert counts.startswith(f"    4 records, 5 names, {dataset.num_tokens:,} tokens, ")
     assert "tokens/s" in rates
     assert "GB/s" in rates
     assert limits.startswith("    limited by: ")
+    assert re.fullmatch(
+        rf"    load against recompute: {dataset.num_tokens} tokens in .* ms, verified, against .* times as long", saved
+    )
     lines = result.stderr.splitlines()
     assert lines[0] == "reading documents"
     assert lines[1] == "loading the model"
