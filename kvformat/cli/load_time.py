@@ -39,11 +39,11 @@ def load_time(dataset: Dataset, spent: PipelineTimes) -> LoadTime | None:
     """
     if not spent.tokens or not spent.model_s:
         return None
-    import torch
+    import numpy as np
 
     step = max(1, len(dataset) // _RECORDS)
     numbers = range(0, len(dataset), step)[:_RECORDS]
-    buffer = torch.zeros(max(dataset[number].nbytes for number in numbers), dtype=torch.uint8)
+    buffer = np.zeros(max(dataset[number].nbytes for number in numbers), dtype=np.uint8)
     tokens = nbytes = 0
     begun = time.perf_counter()
     for number in numbers:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from kvformat.storage.faults import translated
 from kvformat.storage.lease import DirectoryLease, HeldFile, exclusive
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write.folders import Folders
+from kvformat.write.joining import join
 from kvformat.write.local_workers import find_runs, workers_in
 from kvformat.write.recheck import check_shard
 from kvformat.write.rows import EncodedPart
@@ -26,17 +26,15 @@ from kvformat.write.run_files import agree_on_files
 from kvformat.write.seal import publish
 from kvformat.write.shard import hash_file
 from kvformat.write.shared import FoundRun
-from kvformat.write.staging import COVERED, Receipt, is_shared, place_file, remove_staging
-from kvformat.write.worker_state import STALE_S, Worker, WorkerState, is_alive
+from kvformat.write.staging import COVERED, Receipt, place_file, remove_staging
+from kvformat.write.sweeping import sweep
+from kvformat.write.worker_state import Worker, WorkerState, is_alive
 
 __all__ = ["LocalShared"]
 
-_ATTEMPTS = 100
 _BUSY_TIMEOUT_S = 60.0
-_POLL_S = 0.05
 _RECEIPT = re.compile(r"([0-9]{8})\.json")
 _SHARD = re.compile(r"([0-9]{8})-[0-9a-f]{16}\.shard")
-_OWNED = re.compile(r".+\.([0-9a-f]{8})\.part|worker-[0-9]+-([0-9a-f]{8})\.json(?:\.part)?")
 
 
 class LocalShared:
@@ -83,11 +81,11 @@ class LocalShared:
         """
         path = root / STAGING / f"{run.key}-workers"
         folders = Folders(files)
-        lease = _join(files, root, path, folders)
+        lease = join(files, root, path, folders)
         shared = cls(files, root, path, lease, folders, state)
         try:
             shared._said.replace(state.encode())  # loudly: what says nothing may be taken for gone
-            shared._sweep()
+            sweep(files, path, state.token)
             shared._agree(run, covered, same_file)
         except BaseException:
             with contextlib.suppress(KVFormatError, OSError):  # the first failure says more
@@ -338,65 +336,6 @@ class LocalShared:
             message = "a staged file with this name has other content: run `kvformat clean` and start again"
             raise make_error("E116", message, path=path)
 
-    def _sweep(self) -> None:
-        """Remove what workers that are gone left unfinished."""
-        workers = self.workers()
-        alive = {worker.state.token for worker in workers if is_alive(worker)}
-        gone = {worker.state.token for worker in workers} - alive
-        finished = self.ordinals()
-        folder = self._path / COVERED
-        with translated(self._path):
-            names = [*self._path.iterdir(), *(folder.iterdir() if folder.is_dir() else ())]
-        # The file of a worker goes last: cut short, the rest can still be told to be its own.
-        for path in sorted(names, key=lambda path: path.name.startswith("worker-")):
-            if (match := _OWNED.fullmatch(path.name)) is not None:
-                token = match[1] or match[2]
-                if token in gone or (token not in alive and _age(path) > STALE_S):
-                    self._files.unlink(path)
-            elif alive == {self._token} and (match := _SHARD.fullmatch(path.name)) and int(match[1]) not in finished:
-                self._files.unlink(path)  # of one that was killed just before its receipt
-
 
 def _shard_name(ordinal: int, sha256: str) -> str:
     return f"{ordinal:08d}-{sha256[:16]}.shard"
-
-
-def _age(path: Path) -> float:
-    """Seconds since a file was written to."""
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _join(files: LocalFiles, root: Path, path: Path, folders: Folders) -> DirectoryLease:
-    """Make the staging directory where it is missing, and take a shared lease on it."""
-    assert is_shared(path)
-    deadline = time.monotonic() + _BUSY_TIMEOUT_S
-    for attempt in range(_ATTEMPTS):
-        try:
-            folders.make(root)
-            files.make_dir(path.parent)
-            files.make_dir(path)
-            lease = _take(path, deadline)
-        except KVFormatError as error:
-            # A directory that was there is gone: others that left removed it.
-            if error.code != "E002" or attempt == _ATTEMPTS - 1:
-                raise
-            continue
-        if lease.holds(path):
-            return lease
-        lease.release()
-    raise make_error(
-        "E117", "the staging directory is removed again and again: is `kvformat clean` at work?", path=path
-    )
-
-
-def _take(path: Path, deadline: float) -> DirectoryLease:
-    while (lease := DirectoryLease.take(path, shared=True)) is None:
-        if time.monotonic() > deadline:
-            raise make_error(
-                "E117", "the staging directory is held, perhaps by `kvformat clean`: wait for it to end", path=path
-            )
-        time.sleep(_POLL_S)
-    return lease

@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -17,10 +16,10 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from kvformat.errors import KVFormatError, KVFormatWarning, make_error
+from kvformat.errors import KVFormatError, make_error
 from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import Manifest
-from kvformat.spec.paths import ROOT, shard_path
+from kvformat.spec.paths import ROOT
 from kvformat.storage.faults import translated
 from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.remote import Remote
@@ -29,16 +28,15 @@ from kvformat.write.finisher import MOST_WAITING
 from kvformat.write.heartbeat import Heartbeat
 from kvformat.write.local_shared import LocalShared
 from kvformat.write.local_workers import find_runs as find_local
-from kvformat.write.parallel import side_by_side
 from kvformat.write.planned import Planned
-from kvformat.write.planned_shard import PlannedShard, documents_fault
-from kvformat.write.receipt_file import decode_receipt, encode_receipt
+from kvformat.write.planned_shard import PlannedShard
 from kvformat.write.remote_publish import read_root
 from kvformat.write.remote_shared import RemoteShared
 from kvformat.write.remote_workers import find_runs as find_remote
 from kvformat.write.rows import EncodedPart
 from kvformat.write.run import RunIdentity, SameFile, run_differs
 from kvformat.write.shared import Beside, FoundRun, Shared, work_beside
+from kvformat.write.shared_receipts import SharedReceipts
 from kvformat.write.spool import SpoolFiles, spool_directory
 from kvformat.write.staging import Receipt
 from kvformat.write.worker_state import STALE_S, Phase, Worker, WorkerState
@@ -47,8 +45,6 @@ __all__ = ["Workshop", "find_runs", "open_workshop"]
 
 _SAID_EVERY_S = STALE_S / 10
 _SOONEST_S = 1.0
-_AHEAD = 64
-_ATTEMPTS = 5
 
 
 class Workshop:
@@ -92,6 +88,7 @@ class Workshop:
         self.run = shared.run
         self.covered = shared.covered
         self.layout = Layout(shared.run.schema)
+        self._receipts = SharedReceipts(shared, planned, self.layout)
         self.state = state
         self.beside = beside
         self._beats.start()
@@ -177,20 +174,7 @@ class Workshop:
         allow_skips
             Otherwise a shard some of whose documents were skipped counts as missing too, for them to be tried again.
         """
-        data = self._shared.read(self._checked(ordinal))
-        if data is None:
-            return False
-        receipt, why = self._decoded(ordinal, data)
-        if receipt is not None:
-            why = documents_fault(receipt, self._planned.shard_documents(ordinal))
-            why = why or self._shared.fault(receipt, self.layout, whole=True)
-        if why is not None:
-            self._set_aside(ordinal, data, receipt, why)
-            return False
-        if receipt is not None and receipt.skipped and not allow_skips:
-            self._shared.set_aside(ordinal, data, receipt)
-            return False
-        return True
+        return self._receipts.check(self._checked(ordinal), allow_skips=allow_skips)
 
     def receipts(self) -> Iterator[tuple[int, Receipt | None]]:
         """The receipt of every planned shard by ordinal; None where there is none, or its shard is not there.
@@ -202,11 +186,7 @@ class Workshop:
         ConflictError
             E112 for documents that are not the planned ones.
         """
-        sizes = self._shared.sizes()
-        for first in range(0, self._planned.num_shards, _AHEAD):
-            ordinals = range(first, min(first + _AHEAD, self._planned.num_shards))
-            found = side_by_side(lambda ordinal: self._counting(ordinal, sizes), ordinals)
-            yield from zip(ordinals, found, strict=True)
+        return self._receipts.all()
 
     # -- others ----------------------------------------------------------------------------------------------------
 
@@ -280,17 +260,16 @@ class Workshop:
     def _settle(self, shard: PlannedShard) -> Receipt:
         """Complete a shard, unless another worker was faster; the receipt that counts."""
         try:
-            first = self._counting(shard.ordinal)
+            first = self._receipts.counting(shard.ordinal)
             return first if first is not None else self._kept(shard)
         finally:
             self._drop(shard)
 
     def _kept(self, shard: PlannedShard) -> Receipt:
         receipt = shard.complete()
-        data = encode_receipt(receipt, key=self.run.key)
         try:
             self._shared.keep(shard.path, receipt)
-            counts = self._first(receipt, data)
+            counts = self._receipts.add(receipt)
         except BaseException:
             with contextlib.suppress(KVFormatError):
                 if self._shared.read(shard.ordinal) is None:
@@ -299,55 +278,6 @@ class Workshop:
         if counts.sha256 != receipt.sha256:
             self._shared.drop(receipt)
         return counts
-
-    def _first(self, receipt: Receipt, data: bytes) -> Receipt:
-        for _ in range(_ATTEMPTS):
-            if self._shared.create(receipt.ordinal, data):
-                return receipt
-            first = self._counting(receipt.ordinal)
-            if first is not None:
-                return first
-        raise make_error(
-            "E116",
-            f"receipts of shard {receipt.ordinal} are damaged again and again: check the storage",
-            path=self.place,
-        )
-
-    def _counting(self, ordinal: int, sizes: Mapping[str, int] | None = None) -> Receipt | None:
-        """The receipt that counts, once its shard is found to be there; what is damaged is set aside."""
-        data = self._shared.read(ordinal)
-        if data is None:
-            return None
-        receipt, why = self._decoded(ordinal, data)
-        if receipt is not None:
-            differs = documents_fault(receipt, self._planned.shard_documents(ordinal))
-            if differs is not None:
-                raise make_error(
-                    "E112",
-                    f"the receipt of shard {ordinal} is not by this plan: {differs}; run `kvformat clean` and start "
-                    "again",
-                    path=self.place,
-                )
-            if not (sizes and sizes.get(shard_path(ordinal, bytes.fromhex(receipt.sha256))) == receipt.size):
-                why = self._shared.fault(receipt, self.layout, whole=False)
-        if why is not None:
-            self._set_aside(ordinal, data, receipt, why)
-            return None
-        return receipt
-
-    def _decoded(self, ordinal: int, data: bytes) -> tuple[Receipt | None, str | None]:
-        """A receipt, or what is wrong with it."""
-        try:
-            receipt = decode_receipt(data, key=self.run.key, ordinal=ordinal, path=self.place)
-        except KVFormatError as error:
-            return None, error.message.partition(": run `kvformat clean`")[0]
-        size = self.run.header_size + sum(self.layout.place(record.dims).nbytes for record in receipt.records)
-        return receipt, None if receipt.size == size else f"its receipt says {receipt.size} bytes, its records {size}"
-
-    def _set_aside(self, ordinal: int, data: bytes, receipt: Receipt | None, why: str) -> None:
-        self._shared.set_aside(ordinal, data, receipt)
-        message = f"shard {ordinal} is set aside and will be made again: {why}"
-        warnings.warn(KVFormatWarning(message, code="W006", path=str(self.place)), stacklevel=3)
 
     def _drop(self, shard: PlannedShard) -> None:
         shard.discard()

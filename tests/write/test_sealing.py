@@ -16,6 +16,7 @@ from kvformat.write import sealing
 from kvformat.write.attach import attach_workshop
 from kvformat.write.receipt_file import encode_receipt
 from kvformat.write.sealing import seal
+from kvformat.write.shared_receipts import SharedReceipts
 from kvformat.write.staging import Receipt
 from kvformat.write.workshop import Workshop, find_runs
 from tests.write.planning import COVERED, SmallPlan, fill, make, opened, remote, run_of, simple, work
@@ -98,7 +99,7 @@ def test_a_worker_that_races_the_seal(target, options, plan, tmp_path):
             identity = seal(fast, plan)
             fast.remove()
         receipt = slow.deliver(fill(late, plan, variant=1)).result(60)
-        assert receipt == slow._counting(3)
+        assert receipt == slow._receipts.counting(3)
         assert slow.root() is not None
         assert seal(slow, plan) == identity
         slow.remove()
@@ -121,7 +122,7 @@ def test_another_dataset_was_published_meanwhile(target, options, plan, tmp_path
 def test_a_receipt_of_other_documents_is_refused(tmp_path, plan):
     with opened(tmp_path / "ds", plan) as workshop:
         work(workshop, plan)
-        receipt = workshop._counting(2)
+        receipt = workshop._receipts.counting(2)
         path = workshop.place / "00000002.json"
         path.write_bytes(encode_receipt(replace(receipt, records=receipt.records[::-1]), key=workshop.run.key))
         with pytest.raises(kvformat.ConflictError) as caught:
@@ -157,7 +158,7 @@ def test_receipts_are_not_kept_in_memory(tmp_path, monkeypatch):
     read, added, ahead, kept = [0], [0], [], []
     with opened(tmp_path / "ds", plan) as workshop:
         work(workshop, plan)
-        counting, add, publish = Workshop._counting, sealing._Gathered.add, Workshop.publish
+        counting, add, publish = SharedReceipts.counting, sealing._Gathered.add, Workshop.publish
 
         def counted(self, ordinal, sizes=None):
             read[0] += 1
@@ -173,7 +174,7 @@ def test_receipts_are_not_kept_in_memory(tmp_path, monkeypatch):
             kept.append(sum(type(one) is Receipt for one in gc.get_objects()))
             return publish(self, **options)
 
-        monkeypatch.setattr(Workshop, "_counting", counted)
+        monkeypatch.setattr(SharedReceipts, "counting", counted)
         monkeypatch.setattr(sealing._Gathered, "add", gathered)
         monkeypatch.setattr(Workshop, "publish", published)
         before = sum(type(one) is Receipt for one in gc.get_objects())

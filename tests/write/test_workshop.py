@@ -15,7 +15,7 @@ import kvformat
 from kvformat.errors import KVFormatError, KVFormatWarning
 from kvformat.storage.lease import DirectoryLease
 from kvformat.testing.memory_store import MemoryStore
-from kvformat.write import local_shared
+from kvformat.write import joining
 from kvformat.write.receipt_file import decode_receipt, encode_receipt
 from kvformat.write.sealing import seal
 from kvformat.write.spool import spools
@@ -389,7 +389,7 @@ def test_a_shard_left_without_a_receipt_is_not_trusted(plan, tmp_path, monkeypat
 def test_skipped_documents_are_listed_where_that_is_allowed(place, plan, tmp_path):
     with place.opened(plan) as workshop:
         make(workshop, plan, range(4), skip=[2, 5])
-        receipt = workshop._counting(1)
+        receipt = workshop._receipts.counting(1)
         assert receipt.skipped == (SkippedDocument(document=plan.document(2).digest.hex(), reason="record 2 is odd"),)
         with pytest.raises(kvformat.ConflictError) as caught:
             seal(workshop, plan)
@@ -420,6 +420,9 @@ def test_what_was_skipped_is_tried_again_on_request(place, plan, tmp_path):
         assert workshop.check(0, allow_skips=False)
         assert not workshop.check(1, allow_skips=False)
         assert workshop.finished() == {0, 2, 3}
+        assert len(place.shards()) == (
+            3 if place.kind == "local" else 4
+        )  # what is in a store under a final name stays
         make(workshop, plan, [1])
         assert seal(workshop, plan) == simple(tmp_path / "simple", plan)
 
@@ -650,7 +653,7 @@ def test_clean_keeps_workers_out(plan, tmp_path, monkeypatch):
     place = Place("local", tmp_path)
     with place.opened(plan) as workshop:
         path = workshop.place
-    monkeypatch.setattr(local_shared, "_BUSY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(joining, "_BUSY_TIMEOUT_S", 0.0)
     lease = DirectoryLease.take(path)
     assert code_of(place.opened, plan) == "E117"
     lease.release()
@@ -688,6 +691,20 @@ def test_an_error_lets_complete_shards_arrive(place, plan, monkeypatch):
         raise LostError
     with place.opened(plan) as workshop:
         assert workshop.finished() == {0, 1, 2}
+
+
+def test_a_worker_that_is_stopped_delivers_no_more(plan, tmp_path):
+    """Nobody waits for an upload that nobody wants."""
+    place = Place("remote", tmp_path)
+    with place.opened(plan) as workshop:
+        make(workshop, plan, [0])
+        workshop.stop()
+        with pytest.raises(KVFormatError) as caught:
+            workshop.deliver(fill(workshop.begin(1), plan)).result(60)
+        assert caught.value.code == "E115"
+        assert workshop.finished() == {0}
+    assert workshop._shared._patience.finished.is_set()
+    place.close()
 
 
 def test_without_leases_workers_are_known_by_what_they_say(plan, tmp_path, monkeypatch):
