@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kvformat.extract.bounds import LABEL, bounds_file
 from kvformat.extract.options import ModelOptions
 from kvformat.extract.plan import Plan
+from kvformat.extract.reasoner import threads_used
 from kvformat.extract.tag import Identified, Tag, staging_tag
 from kvformat.interfaces import Extractor
 from kvformat.read.frequencies import frequencies_agree
@@ -28,13 +29,15 @@ def needs_hashing(extractor: Extractor) -> bool:
 
 
 def tag_of(extractor: Extractor, model: ModelOptions) -> str:
-    """The tag of a model loaded with these options."""
+    """The tag of a model loaded with these options, in a process that computes as it is going to."""
     known = extractor.context.model
+    device = extractor.provenance.get("device", "")
     return Tag(
         attn_implementation=extractor.provenance.get("attn_implementation", ""),
         compute_dtype=known.compute_dtype if known is not None else model.compute_dtype or "",
         context=model.context,
-        device=extractor.provenance.get("device", ""),
+        device=device,
+        threads=threads_used() if device.startswith("cpu") else None,
     ).encode()
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from kvformat.errors import DatasetExistsError, make_error
 from kvformat.extract.checkpoint import CheckpointSource
 from kvformat.extract.documents.opening import DocumentsSource
-from kvformat.extract.finished import check_context, check_plan, check_schema
+from kvformat.extract.finished import check_comparable, check_context, check_plan, check_schema
 from kvformat.extract.identify import tag_of
 from kvformat.extract.options import (
     ContextKind,
@@ -263,14 +263,7 @@ def _run(
         require_space(space_for(ready, place, target, key=run.key, in_work=several), space)
 
     tag = tag_of(extractor, ready.model)
-    try:
-        return _work(extractor, ready.plan, target, work, tag=tag, spool=place.spool, report=report, before=before)
-    except DatasetExistsError:  # other workers published it meanwhile
-        found = open_dataset(target)
-        check_schema(found, ready.plan.schema)
-        check_plan(found, ready.plan)
-        check_context(found, extractor)
-        return found
+    return _work(extractor, ready.plan, target, work, tag=tag, spool=place.spool, report=report, before=before)
 
 
 def extract_plan(
@@ -304,7 +297,8 @@ def extract_plan(
     Raises
     ------
     KVFormatError
-        Whatever extractor and storage raise. Finished shards stay staged, and the same call resumes.
+        Whatever extractor and storage raise. Finished shards stay staged, and the same call resumes. On a finished
+        dataset it returns that where plan and context are equal, E118 otherwise, as for :func:`run`.
     """
     return _work(
         extractor,
@@ -326,10 +320,27 @@ def extract_plan(
 def _work(
     extractor: Extractor, plan: Plan, target: Path | Remote, work: WorkOptions, *, report: Progress, **more: Any
 ) -> Dataset:
-    with open_worker(extractor, plan, target, work, report=report, **more) as worker:
-        worker.make()
-        worker.publish()
-    return open_dataset(target)
+    """The published dataset; where it is there already, it must be the one this would have made."""
+    try:
+        with open_worker(extractor, plan, target, work, report=report, **more) as worker:
+            worker.make()
+            worker.publish()
+    except DatasetExistsError:
+        found = open_dataset(target)
+        _check_same(found, plan)
+        check_comparable(found, "unknown" if extractor.context.kind == "unknown" else "derive")
+        check_context(found, extractor)
+        return found
+    found = open_dataset(target)
+    if work.world.size > 1:  # another worker may have published it, and not of this plan
+        _check_same(found, plan)
+    return found
+
+
+def _check_same(dataset: Dataset, plan: Plan) -> None:
+    """E118 where a dataset is not what this plan makes."""
+    check_schema(dataset, plan.schema)
+    check_plan(dataset, plan)
 
 
 def _own_device(device: str) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "load_tokeniser",
     "options_of_plan",
     "stored_schema",
+    "threads_used",
     "use_threads",
 ]
 
@@ -190,3 +191,10 @@ def use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def threads_used() -> int:
+    """Threads torch computes with."""
+    import torch
+
+    return torch.get_num_threads()

@@ -21,13 +21,17 @@ class Identified(Protocol):
         """Digest over everything that determines the values; taking it may read all weights."""
 
 
-class Tag(Struct, frozen=True, kw_only=True):
-    """What :func:`kvformat.extract.run` ties its staged work to. A context knows the model, wherever it lies."""
+class Tag(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What :func:`kvformat.extract.run` ties its staged work to. A context knows the model, wherever it lies.
+
+    ``threads``: with how many a model on the CPU computes, which its last bits depend on; absent elsewhere.
+    """
 
     attn_implementation: str
     compute_dtype: str
     context: ContextKind
     device: str
+    threads: int | None = None
 
     def encode(self) -> str:
         """As text."""

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import kvformat
 from kvformat.cli.app import app
 from kvformat.errors import ConflictError, IdentityError, KVFormatWarning, UsageError
-from kvformat.extract import Plan, Tokeniser, extract_plan, make_plan, open_plan, run
+from kvformat.extract import HuggingFaceExtractor, Plan, Tokeniser, extract_plan, make_plan, open_plan, run
 from kvformat.extract.progress import Silent
 from kvformat.interfaces import Extracted
 from kvformat.spec.context import Context, Text
@@ -269,6 +269,38 @@ def test_a_plan_and_its_documents_give_one_dataset(tmp_path: Path) -> None:
     for options in settled:
         with pytest.raises(UsageError):
             run(model=model, plan=tmp_path / "plan", out=tmp_path / "other", **options)
+
+
+def test_workers_that_compute_with_other_threads_are_refused(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", "llama", max_position_embeddings=64)
+    documents = write_documents(tmp_path / "d.jsonl", [{"id": f"{n}", "text": f"text {n}"} for n in range(30)])
+    options: dict[str, Any] = {"model": model, "documents": documents, "out": tmp_path / "ds", "world_size": 2}
+    options["shard_nbytes"] = 24 << 10
+    before = torch.get_num_threads()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(**options, rank=0, threads=1, progress=Stopping(9))
+        with pytest.raises(IdentityError, match="threads") as refused:
+            run(**options, rank=1, threads=2)
+        assert refused.value.code == "E120"
+        dataset = run(**options, rank=1, threads=1)
+        assert not [name for name in dataset.provenance if "thread" in name]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_finished_dataset_is_returned_to_extractors_of_ones_own(plan: Plan, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_tiny(model, "llama", max_position_embeddings=64)
+    extractor = HuggingFaceExtractor.load(model)
+    lines = [{"id": f"r{i}", "token_ids": [i, i, i]} for i in range(5)]
+    given = make_plan(write_documents(tmp_path / "x.jsonl", lines), Tokeniser(None), schema=extractor.schema)
+    first = extract_plan(extractor, given, tmp_path / "ds")
+    assert extract_plan(extractor, given, tmp_path / "ds").id == first.id
+    work(plan, tmp_path / "unknown", 0, 1)
+    with pytest.raises(IdentityError, match="equals nothing") as refused:
+        work(plan, tmp_path / "unknown", 0, 1)
+    assert refused.value.code == "E118"
 
 
 def test_threads_are_left_as_they_are_unless_asked_for(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ BAD: list[tuple[str | bytes, str]] = [
     ('{"id": "x", "messages": [{"role": "user"}]}', "`content` must be"),
     ('{"id": "x", "messages": [{"role": "user", "content": 3}]}', "`content` must be"),
     ('{"id": "x", "messages": [{"role": "user", "content": "", "image": ""}]}', "unknown member 'image'"),
-    ('{"id": "x", "messages": [{"role": "user", "content": [{"type": "image"}]}]}', "media are not read"),
+    ('{"id": "x", "messages": [{"role": "user", "content": [{"type": "image"}]}]}', "a part of `content` must be"),
     ('{"id": "x", "messages": [{"role": "user", "content": "\\udc00"}]}', "surrogate"),
     ('{"id": "x", "token_ids": []}', "empty"),
     ('{"id": "x", "token_ids": "1"}', "array of integers"),
