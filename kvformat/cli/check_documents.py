@@ -33,7 +33,8 @@ def check_documents(
         str,
         typer.Argument(
             metavar="DOCUMENTS",
-            help="What the trainer will ask for: *.kvdocs, or JSON Lines with `id` and `token_ids`.",
+            help="What the trainer will ask for: *.kvdocs, or JSON Lines with `id` and `token_ids`, or `text` and "
+            "--model.",
         ),
     ],
     *,

@@ -16,6 +16,7 @@ from kvformat.cli.progress import meter
 from kvformat.cli.quiet import quiet_libraries
 from kvformat.cli.watch import Watch
 from kvformat.errors import KVFormatError
+from kvformat.spec.paths import ROOT
 
 if TYPE_CHECKING:
     from kvformat.read.dataset import Dataset
@@ -208,6 +209,8 @@ def _left(out: str, storage_options: dict[str, Any]) -> str:
     soon = RemoteOptions(attempt_timeout_s=_SOON_S, deadline_s=_SOON_S)
     try:
         place = remote_of(out, storage_options=storage_options, remote_options=soon)
+        if (place / ROOT).exists() if isinstance(place, Path) else place.stat(ROOT) is not None:
+            return "the dataset is published; the same command says whether it is the one that was wanted"
         kept = any_finished(place) if isinstance(place, Path) else any_kept(place)
     except KVFormatError as error:
         if error.code == "E208":

@@ -16,6 +16,7 @@ from kvformat.errors import InputError, make_error
 
 if TYPE_CHECKING:
     from kvformat.extract.audit_report import AuditReport, ComponentDeviation
+    from kvformat.extract.checkpoint import CheckpointSource
     from kvformat.read.dataset import Dataset
 
 __all__ = ["Recomputation", "document", "recompute", "show"]
@@ -27,6 +28,12 @@ class Recomputation(Struct, frozen=True, kw_only=True):
     share: str
     model: str | None
     revision: str | None
+    checkpoint: str | None
+    select: str | None
+    rename: list[str] | None
+    preset: str | None
+    weights: str | None
+    checkpoint_dtype: str | None
     seed: int | None
     device: str | None
     compute_dtype: str | None
@@ -62,18 +69,28 @@ def recompute(location: str, asked: Recomputation, *, storage_options: Mapping[s
         Whatever loading the model and :func:`kvformat.extract.audit` raise.
     """
     from kvformat.extract.audit import audit
-    from kvformat.extract.inputs import require_inputs
+    from kvformat.extract.checkpoint import parse_checkpoint
+    from kvformat.extract.inputs import require_inputs, require_media_sources
     from kvformat.extract.sampling import parse_amount
     from kvformat.read.opening import open_dataset
 
     fraction, count = parse_amount(asked.share, "--recompute")
     compute_dtype = options.parse_dtype(asked.compute_dtype, "--compute-dtype")
+    checkpoint = parse_checkpoint(
+        asked.checkpoint,
+        select=asked.select,
+        rename=asked.rename or (),
+        preset=asked.preset,
+        weights=asked.weights,
+        dtype=asked.checkpoint_dtype,
+    )
     dataset = open_dataset(location, storage_options=storage_options)
     require_inputs(dataset)
+    require_media_sources(dataset, asked.documents)
     quiet_libraries(terminal=output.is_terminal(sys.stderr))
     with meter() as shown:
         shown.begin("loading the model")
-        extractor, tokenizer = _load(dataset, asked, compute_dtype)
+        extractor, tokenizer = _load(dataset, asked, compute_dtype, checkpoint)
         shown.begin("computing again")
         return audit(
             dataset,
@@ -87,7 +104,9 @@ def recompute(location: str, asked: Recomputation, *, storage_options: Mapping[s
         )
 
 
-def _load(dataset: Dataset, asked: Recomputation, compute_dtype: str | None) -> tuple[Any, Any]:
+def _load(
+    dataset: Dataset, asked: Recomputation, compute_dtype: str | None, checkpoint: CheckpointSource | None
+) -> tuple[Any, Any]:
     """Extractor of what the dataset stores, and the tokenizer where there is one."""
     from kvformat.extract.again import extractor_for
 
@@ -100,6 +119,7 @@ def _load(dataset: Dataset, asked: Recomputation, compute_dtype: str | None) -> 
         device=asked.device or "cpu",
         attn_implementation=asked.attn_implementation,
         adapter=asked.adapter,
+        checkpoint=checkpoint,
         documents=asked.documents,
     )
     from kvformat.extract.hf.tokenizer import load_tokenizer

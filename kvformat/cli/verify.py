@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvformat.cli import options, output
+from kvformat.cli import model_options, options, output
 from kvformat.cli.group import FAILED, FAULTS
 from kvformat.cli.progress import meter
 from kvformat.cli.recompute import Recomputation, document, recompute, show
@@ -47,6 +47,12 @@ def verify(
         str | None, typer.Option("--model", metavar="DIR_OR_ID", help="Model directory or hub id to compute with.")
     ] = None,
     revision: options.Revision = None,
+    checkpoint: model_options.Checkpoint = None,
+    select: model_options.Select = None,
+    rename: model_options.Rename = None,
+    preset: model_options.Preset = None,
+    weights: model_options.Weights = None,
+    checkpoint_dtype: model_options.CheckpointDtype = None,
     seed: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Chooses which records are computed again [default: 0].")
     ] = None,
@@ -66,7 +72,9 @@ def verify(
     documents: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Documents the dataset was made of: tokenised again, for the records computed again."
+            metavar="FILE",
+            help="Documents the dataset was made of: compared with the records computed again, text tokenised anew. "
+            "A dataset with images needs its documents file, *.kvdocs, which says where they are.",
         ),
     ] = None,
     storage_option: options.StorageOptions = None,
@@ -85,6 +93,12 @@ def verify(
         again,
         model=model,
         revision=revision,
+        checkpoint=checkpoint,
+        select=select,
+        rename=rename,
+        preset=preset,
+        weights=weights,
+        checkpoint_dtype=checkpoint_dtype,
         seed=seed,
         device=device,
         compute_dtype=compute_dtype,

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvformat.errors import make_error
 from kvformat.extract.bounds import compared
+from kvformat.extract.documents.opening import is_documents_file
+from kvformat.extract.inputs import require_media_sources
 from kvformat.spec.schema import UNIFORM_DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kvformat.interfaces import Extractor
@@ -46,11 +49,16 @@ def extractor_for(
 
     Raises
     ------
+    UsageError
+        E081 for a dataset with images without its documents file.
+    IdentityError
+        E083 where the model has fewer layers than the dataset's.
     KVFormatError
         As for :meth:`kvformat.extract.HuggingFaceExtractor.load`.
     DependencyError
         E205 where transformers is missing.
     """
+    require_media_sources(dataset, documents)
     components = compared(dataset.schema)
     dtypes = {component.dtype for component in components} & set(UNIFORM_DTYPES)
     stages = {component.stage for component in components if component.role in {"key", "rope_key"}}
@@ -73,6 +81,7 @@ def extractor_for(
             "adapter_mode": "apply" if context is not None and context.adapters else "merge",
         }
     try:
+        _require_layers(dataset, options["layers"], model, revision)
         return _load(dataset, model, documents, options)
     except ModuleNotFoundError as error:
         raise make_error("E205", f"computing again needs {error.name}: pip install 'kvformat[hf]'") from error
@@ -85,13 +94,42 @@ def _load(
         from kvformat.extract.hf import HuggingFaceExtractor
 
         return HuggingFaceExtractor.load(model, **options)
-    from kvformat.extract.documents.file import open_documents
-    from kvformat.extract.documents.opening import is_documents_file
     from kvformat.extract.hf.vision import VisionExtractor
 
-    source = open_documents(documents).media_source if documents and is_documents_file(documents) else _nowhere
-    return VisionExtractor.load(model, media_source=source, **options)
+    return VisionExtractor.load(model, media_source=_media_source(documents), **options)
 
 
-def _nowhere(_digest: bytes) -> None:
-    return None
+def _media_source(documents: str | os.PathLike[str] | None) -> Callable[[bytes], str]:
+    """Where images are. One that nobody told of ends the audit: it says nothing of the stored values."""
+    from kvformat.extract.documents.file import open_documents
+
+    opened = open_documents(documents) if is_documents_file(documents) else None
+
+    def source(digest: bytes) -> str:
+        found = None if opened is None else opened.media_source(digest)
+        if found is None:
+            raise make_error(
+                "E081",
+                f"nothing says where the image {digest.hex()[:16]} is: give the documents file that the dataset was "
+                "made of (--documents FILE.kvdocs)",
+                path=documents,
+            )
+        return found
+
+    return source
+
+
+def _require_layers(dataset: Dataset, layers: list[int], model: str | Path, revision: str | None) -> None:
+    """Refuse a model without the dataset's layers, before its weights are loaded."""
+    from kvformat.extract.hf.hub import commit_of
+    from kvformat.extract.hf.loading import load_config
+
+    config = load_config(model, revision=commit_of(model, revision) or revision).get_text_config(decoder=True)
+    count = int(config.num_hidden_layers)
+    if layers and layers[-1] >= count:
+        raise make_error(
+            "E083",
+            f"the dataset was made with another model: it stores layer {layers[-1]}, and this model's last is "
+            f"{count - 1}, counted from 0; give the model that made it",
+            path=dataset.location,
+        )

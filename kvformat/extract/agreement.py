@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.extract.documents.source import Kind, Source
-from kvformat.extract.tokenise import Tokeniser
+from kvformat.extract.tokenise import Remedies, Tokeniser
 from kvformat.read.check_covered import TensorList, read_covered
 from kvformat.read.frequencies import InverseFrequencies
 from kvformat.spec import canonical
@@ -36,6 +36,10 @@ __all__ = [
 T = TypeVar("T")
 _SHOWN = 3  # tensors named one by one
 _TOLERANCE = 1e-6
+_REMEDIES = Remedies(
+    text="give a model that has one (--model DIR_OR_ID), or a documents file (`kvformat documents`)",
+    images="give the documents file they become (`kvformat documents --images`)",
+)
 
 
 def context_differences(dataset: Dataset, extractor: Extractor) -> list[str]:
@@ -86,6 +90,7 @@ def tokeniser_of(tokenizer: PreTrainedTokenizerBase | None, text: Text) -> Token
         special_tokens=text.special_tokens is not False,
         add_generation_prompt=bool(text.add_generation_prompt),
         truncate=text.truncate,
+        remedies=_REMEDIES,
     )
 
 

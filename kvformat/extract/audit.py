@@ -72,7 +72,7 @@ def audit(
     UsageError
         E081.
     InputError
-        E300, E305, E306 of the documents file.
+        E300, E305, E306, E309 of the documents.
     FormatError, DamageError
         E044 and whatever is wrong with covered files. Damage to a record is a finding.
     """

@@ -11,6 +11,7 @@ from kvformat.extract.reasoner import threads_used
 from kvformat.extract.tag import Identified, Tag, staging_tag
 from kvformat.interfaces import Extractor
 from kvformat.read.frequencies import frequencies_agree
+from kvformat.spec import canonical
 from kvformat.write.run import RunIdentity
 
 __all__ = ["Identity", "identity_of", "needs_hashing", "same_file", "tag_of"]
@@ -56,8 +57,12 @@ def identity_of(extractor: Extractor, plan: Plan, *, tag: str, batches: str) -> 
     if context.model is not None and LABEL not in covered:
         covered[LABEL] = bounds_file(plan.schema, context.model.compute_dtype)
     provenance = dict(extractor.provenance)
+    if provenance.get("device", "").startswith("cpu"):
+        provenance["threads"] = str(threads_used())
+    whole = staging_tag(extractor, tag)
     if plan.batch_size > 1:
         provenance["batches"] = batches
+        whole = canonical.encode({"batches": batches, "tag": whole}).decode()
     run = RunIdentity.of(
         plan,
         schema=plan.schema,
@@ -69,7 +74,7 @@ def identity_of(extractor: Extractor, plan: Plan, *, tag: str, batches: str) -> 
         shard_slots=plan.shard_slots,
         num_tokens=plan.num_tokens,
         nbytes=plan.nbytes,
-        tag=staging_tag(extractor, tag),
+        tag=whole,
     )
     return Identity(run, covered)
 

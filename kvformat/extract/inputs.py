@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvformat.errors import KVFormatError, make_error
+from kvformat.extract.documents.opening import is_documents_file
 from kvformat.spec.document import MASKS, Document, unpack_media
 
 if TYPE_CHECKING:
     from kvformat.read.dataset import Dataset
     from kvformat.read.record import Record
 
-__all__ = ["has_inputs", "require_inputs", "stored_document"]
+__all__ = ["has_inputs", "has_media", "require_inputs", "require_media_sources", "stored_document"]
+
+_TOGETHER = 1 << 16  # records whose dims are looked at in one call
 
 
 def has_inputs(dataset: Dataset) -> bool:
@@ -28,6 +33,39 @@ def require_inputs(dataset: Dataset) -> None:
             "`token_ids`, as kvformat.extract does",
             path=dataset.location,
         )
+
+
+def has_media(dataset: Dataset) -> bool:
+    """Whether any document of a dataset has media. A dataset that could store some may have none."""
+    size = next((extra.axes[0].size for extra in dataset.schema.extras if extra.name == "media"), 0)
+    if isinstance(size, int):
+        return size > 0
+    column, count = dataset.schema.dims.index(size), len(dataset)
+    return any(
+        dataset.index.dims_of(np.arange(first, min(first + _TOGETHER, count), dtype=np.int64))[:, column].any()
+        for first in range(0, count, _TOGETHER)
+    )
+
+
+def require_media_sources(dataset: Dataset, documents: object) -> None:
+    """Refuse a dataset with images without what says where they are; E081.
+
+    A dataset stores digests of images, and neither pixels nor places: those are in the documents file alone.
+
+    Parameters
+    ----------
+    documents
+        What was given: None, a documents file, or another source.
+    """
+    if is_documents_file(documents) or not has_media(dataset):
+        return
+    found = "none" if documents is None else f"{str(documents)!r:.80}"
+    raise make_error(
+        "E081",
+        "documents of the dataset have images, and only their documents file says where these are: give it "
+        f"(--documents FILE.kvdocs, which `kvformat documents --images` makes), found {found}",
+        path=dataset.location,
+    )
 
 
 def stored_document(dataset: Dataset, record: Record) -> Document:

@@ -75,7 +75,8 @@ def check_documents(
     Raises
     ------
     InputError
-        E300 for an entry that is no document, E306 for none at all, E110 for ids that are none.
+        E300 for an entry that is no document, E306 for none at all, E110 for ids that are none. E305 for text without
+        a tokenizer and E309 for messages with images, which no document can be made of here: that is no difference.
     UsageError
         E081.
     FormatError, DamageError
@@ -84,14 +85,18 @@ def check_documents(
     if limit < 1:
         raise make_error("E081", f"limit must be an integer of at least 1, found {limit!r}")
     join = _Join(dataset, tokenizer if values else None, values=values, limit=limit, records=records)
-    given = given_documents(
+    refused = frozenset({"E309"} if tokenizer is not None else {"E305", "E309"})
+    source = given_documents(
         documents, tokeniser_of(tokenizer, dataset.text), wanted=join.wanted, cut=records is not None
     )
     if records is None:
-        join.compare_text(given.text, tokenizer)
+        join.compare_text(source.text, tokenizer)
     empty = True
-    for piece in given.pieces:
+    for piece in source.pieces:
         empty = False
+        for given in piece:
+            if isinstance(given.document, KVFormatError) and given.document.code in refused:
+                raise given.document
         join.compare(piece)
         if progress is not None:
             progress(join.looked_at)

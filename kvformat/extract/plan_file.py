@@ -162,7 +162,11 @@ def load(path: Path) -> Loaded:
     except KVFormatError as error:
         if error.code in ("E307", *_OTHER_FAULTS):
             raise
-        raise make_error("E307", f"no sound plan: {error.message}; {_REMEDY}", path=error.path or path) from error
+        if error.code == "E002" and not any(os.path.lexists(path / name) for name in (HEAD, DOCUMENTS, RECORDS)):
+            message = f"no plan is there (a directory with {HEAD}): make one with `kvformat plan`"
+            raise make_error("E307", message, path=path) from error
+        what = "the file is missing" if error.code == "E002" else error.message
+        raise make_error("E307", f"no sound plan: {what}; {_REMEDY}", path=error.path or path) from error
     for name, proof, found in ((DOCUMENTS, head.documents, documents.proof), (RECORDS, head.records, columns.proof)):
         if proof != FileProof.of(found):
             raise make_error(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from kvformat.errors import make_error
+from kvformat.errors import UsageError, make_error
 from kvformat.extract.documents.opening import DocumentsSource
 from kvformat.extract.media import with_media
 from kvformat.extract.options import ModelOptions, SourceOptions
@@ -132,7 +132,13 @@ def load_extractor(options: ModelOptions, plan: Plan, *, revision: str | None) -
     KVFormatError
         As for :meth:`kvformat.extract.HuggingFaceExtractor.load`; E302 where the records would be others.
     """
-    found = _loaded(options, plan, revision)
+    try:
+        found = _loaded(options, plan, revision)
+    except UsageError as error:
+        if "layers" not in error.message:
+            raise
+        message = f"the plan was made for another model ({error.message}): give that model, or plan again"
+        raise make_error("E302", message, path=options.model) from error
     if options.quantise is not None:
         from kvformat.extract.quantise import QuantisingExtractor
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,25 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["CANARY", "Tokeniser", "tokenizer_digest"]
+__all__ = ["CANARY", "Remedies", "Tokeniser", "tokenizer_digest"]
 
 CANARY = "  The keys' 3 values: naïve café — 北京, Ω≈1.602e-19, 🙂\n\tdef f(x): return x**2  # <|end|> [INST] </s>"
 """Text whose ids tell tokenizers apart: leading spaces, digits, scripts, emoji, code, near-special tokens."""
+
+
+class Remedies(NamedTuple):
+    """What messages advise where documents need what is not there.
+
+    Attributes
+    ----------
+    text
+        Text without a tokenizer.
+    images
+        Images without a model that takes some.
+    """
+
+    text: str = "and the model has none that loads; give documents as `token_ids`"
+    images: str = "ask for it (--images)"
 
 
 class Tokeniser:
@@ -45,6 +60,8 @@ class Tokeniser:
         Positions of the model; a longer document is refused unless truncated.
     vocab_size
         Rows of the model's embedding; ids must be below.
+    remedies
+        For messages, where the caller's user has other means than those of an extraction.
     """
 
     def __init__(
@@ -56,6 +73,7 @@ class Tokeniser:
         truncate: int | None = None,
         max_tokens: int | None = None,
         vocab_size: int | None = None,
+        remedies: Remedies | None = None,
     ) -> None:
         if truncate is not None and truncate < 1:
             raise make_error("E081", f"truncate must be at least 1, found {truncate}")
@@ -63,6 +81,7 @@ class Tokeniser:
             raise make_error("E081", f"truncate is {truncate}, but the model has {max_tokens} positions")
         self._tokenizer = tokenizer
         self._missing = ""
+        self._remedies = remedies or Remedies()
         self._special_tokens = special_tokens
         self._add_generation_prompt = add_generation_prompt
         self._truncate = truncate
@@ -148,7 +167,10 @@ class Tokeniser:
                 elif source.messages is not None:
                     if source.images:
                         raise _refusal(
-                            "E309", source, path, "its images are read by models that take some: ask for it (--images)"
+                            "E309",
+                            source,
+                            path,
+                            f"its images are read by models that take some: {self._remedies.images}",
                         )
                     # A chat template writes the special tokens itself.
                     waiting[False].append((number, self._render(source, path)))
@@ -304,8 +326,7 @@ class Tokeniser:
                 "E305",
                 source,
                 path,
-                f"text needs a tokenizer, and the model has none that loads; give documents as `token_ids`"
-                f"{self._missing}",
+                f"text needs a tokenizer, {self._remedies.text}{self._missing}",
             )
         return self._tokenizer
 

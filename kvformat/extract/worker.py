@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvformat.errors import make_error
+from kvformat.errors import KVFormatError, KVFormatWarning, make_error
 from kvformat.extract.batch_check import Batches, check_batches, choose_batches
 from kvformat.extract.identify import identity_of, needs_hashing, same_file
 from kvformat.extract.options import WorkOptions
@@ -82,7 +83,11 @@ class Worker:
         """
         self._report.phase("publish")
         found = seal_in_turn(self._workshop, self._plan, allow_skips=self._work.allow_skips)
-        self._workshop.remove()
+        try:
+            self._workshop.remove()
+        except KVFormatError as error:
+            message = f"published, but staged work stays ({error.message}); `kvformat clean` removes it"
+            warnings.warn(KVFormatWarning(message, code="W002", path=error.path), stacklevel=2)
         return found
 
 

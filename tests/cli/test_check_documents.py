@@ -79,10 +79,12 @@ def test_differences_are_named_without_values(published: Path, tmp_path: Path) -
 def test_text_is_tokenised_with_a_model(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model")
     path = write(tmp_path / "ds", names=["clip"], lengths=[4], unknown=True)
-    documents = write_documents(tmp_path / "docs.jsonl", [{"id": "clip", "text": "abc"}])
-    result = run(path, documents)
-    assert result.code == 1
-    assert "unusable: line 1: text needs a tokenizer" in result.stdout
+    lines = [{"id": "clip", "text": "abc"}, {"id": "other", "text": "abcd"}]
+    result = run(path, write_documents(tmp_path / "two.jsonl", lines))
+    assert (result.code, result.stdout) == (3, "")
+    assert result.stderr.count("text needs a tokenizer") == 1
+    assert "give a model that has one (--model DIR_OR_ID), or a documents file (`kvformat documents`)" in result.stderr
+    documents = write_documents(tmp_path / "docs.jsonl", lines[:1])
     result = run(path, documents, "--model", model, "--values")
     assert result.code == 1
     assert "token 0 differs (4 tokens in the dataset, 4 given); the dataset has 1234567, given is 256 '<s>'" in (

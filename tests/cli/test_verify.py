@@ -10,7 +10,9 @@ from kvformat.cli.progress import Bar, Lines, meter
 from kvformat.extract import HuggingFaceExtractor, Tokeniser
 from tests.cli.datasets import flip, interrupted
 from tests.extract.auditing import publish
-from tests.models import save_tiny, tiny_tokenizer, write_documents
+from tests.extract.checkpoints import save_dcp, training_state
+from tests.models import save_tiny, tiny_config, tiny_model, tiny_tokenizer, write_documents
+from tests.vision import picture, save_vision
 
 
 def shard_of(dataset: Path, number: int) -> Path:
@@ -196,6 +198,60 @@ def test_documents_are_tokenised_again(run, model: Path, extracted: Path, tmp_pa
     )
 
 
+def test_records_of_a_checkpoint_are_computed_again(run, tmp_path: Path) -> None:
+    live, ema = tiny_model("qwen3", seed=1), tiny_model("qwen3", seed=2)
+    checkpoint = save_dcp(training_state(live, ema), tmp_path / "dcp")
+    config = tmp_path / "config"  # configuration alone: no weights could come from there
+    tiny_config("qwen3").save_pretrained(config)
+    path = Path(publish(tmp_path / "ds", HuggingFaceExtractor.of(ema)).location)
+    call = ["verify", path, "--recompute", "100%", "--model", config, "--checkpoint", f"dcp:{checkpoint}"]
+    result = run(*call, "--preset", "mot", "--weights", "ema", "--checkpoint-dtype", "f32")
+    assert result.code == 0, result.stdout + result.stderr
+    assert "5 equal bit by bit, 0 beyond the bounds" in result.stdout
+    by_hand = ["--select", r"^net_ema\.language_model\.model\.(?!.*(_moe_gen|_und_for_gen)\b)"]
+    assert run(*call, *by_hand, "--rename", r"^net_ema\.language_model\.=").code == 0
+    result = run(*call, "--preset", "mot", "--weights", "live")
+    assert result.code == 1
+    assert "differs [E083]: the model is another one: weights: " in result.stdout
+    result = run(*call, "--preset", "mot", "--weights", "ema", "--checkpoint-dtype", "bf16")
+    assert (result.code, "[E308]" in result.stderr) == (3, True)
+
+
+@pytest.fixture
+def pictured(run, tmp_path: Path) -> tuple[Path, Path, Path]:
+    """A model that takes images, a dataset of one, and its documents as JSON Lines."""
+    model = save_vision(tmp_path / "vision")
+    picture(24, 16).save(tmp_path / "a.png")
+    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what is it?"}]
+    documents = write_documents(
+        tmp_path / "v.jsonl", [{"id": "v", "messages": [{"role": "user", "content": content}]}]
+    )
+    options = ["--documents", documents, "--model", model, "--images", "--out"]
+    assert run("extract", *options, tmp_path / "ds").code == 0
+    assert run("documents", *options, tmp_path / "v.kvdocs").code == 0
+    return model, tmp_path / "ds", documents
+
+
+def test_documents_with_images_need_their_documents_file(run, pictured: tuple[Path, Path, Path]) -> None:
+    model, path, documents = pictured
+    call = ["verify", path, "--recompute", "100%", "--model", model]
+    for more, found in ([], "none"), (["--documents", documents], "'"):
+        result = run(*call, *more)
+        assert (result.code, "DIFFERENT" in result.stdout) == (2, False)
+        assert "give it (--documents FILE.kvdocs, which `kvformat documents --images` makes), found " + found in (
+            result.stderr.replace("\n", " ")
+        )
+        assert "loading the model" not in result.stderr
+    result = run(*call, "--documents", documents.with_suffix(".kvdocs"))
+    assert result.code == 0, result.stdout + result.stderr
+    assert "1 equal bit by bit, 0 beyond the bounds" in result.stdout
+    result = run("check-documents", path, documents, "--model", model)
+    assert (result.code, result.stdout) == (3, "")
+    assert "give the documents file they become (`kvformat documents --images`)" in result.stderr
+    assert "ask for it" not in result.stderr
+    assert run("check-documents", path, documents.with_suffix(".kvdocs")).code == 0
+
+
 def test_nothing_is_computed_of_a_faulty_dataset(run, model: Path, extracted: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(extracted, tmp_path / "damaged"))
     flip(shard_of(damaged, 0), 12)
@@ -210,6 +266,8 @@ def test_nothing_is_computed_of_a_faulty_dataset(run, model: Path, extracted: Pa
     [
         (["--recompute", "1%"], "--recompute needs the model"),
         (["--model", "m", "--seed", "3"], "--model, --seed: only together with --recompute"),
+        (["--checkpoint", "dcp:x", "--weights", "ema"], "--checkpoint, --weights: only together with --recompute"),
+        (["--recompute", "1%", "--model", "m", "--preset", "mot"], "name that too: dcp:DIR"),
         (["--recompute", "0%", "--model", "m"], "--recompute must be a share"),
         (["--recompute", "1%", "--model", "m", "--compute-dtype", "int8"], "--compute-dtype must be"),
     ],

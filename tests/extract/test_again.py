@@ -4,12 +4,18 @@ from pathlib import Path
 
 import pytest
 
+from kvformat.errors import IdentityError, UsageError
 from kvformat.extract import HuggingFaceExtractor
 from kvformat.extract.again import extractor_for
 from kvformat.extract.audit import audit
+from kvformat.extract.documents import write_documents as tokenise
+from kvformat.extract.documents.source import Source
+from kvformat.extract.hf.vision import VisionExtractor
+from kvformat.extract.hf.vision_tokenise import VisionTokeniser
 from kvformat.extract.quantise import QuantisingExtractor
 from tests.extract.auditing import publish
-from tests.models import save_tiny
+from tests.models import save_tiny, write_documents
+from tests.vision import picture, save_vision
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +59,48 @@ def test_a_dtype_of_an_unknown_context_can_be_given(model: Path, tmp_path: Path)
     dataset = publish(tmp_path / "ds", extractor)
     assert audit(dataset, extractor_for(dataset, model, compute_dtype="BF16"), fraction=1).equal == 5
     assert audit(dataset, extractor_for(dataset, model), fraction=1).equal < 5  # the configuration says F32
+
+
+def test_a_model_of_fewer_layers_is_another_one(model: Path, tmp_path: Path) -> None:
+    dataset = publish(tmp_path / "ds", HuggingFaceExtractor.load(model))
+    other = save_tiny(tmp_path / "other", "qwen3", num_hidden_layers=2)
+    (other / "model.safetensors").unlink()  # it is told before weights are looked for
+    with pytest.raises(IdentityError, match="it stores layer 2, and this model's last is 1, counted from 0") as caught:
+        extractor_for(dataset, other)
+    assert caught.value.code == "E083"
+
+
+# -- images ---------------------------------------------------------------------------------------------------------
+
+
+def test_images_are_found_by_the_documents_file(tmp_path: Path) -> None:
+    model = save_vision(tmp_path / "vision")
+    tokeniser = VisionTokeniser.load(model, base=tmp_path)
+    made = {}
+    for number, name in enumerate("ab"):
+        picture(24, 16, seed=number).save(tmp_path / f"{name}.png")
+        messages = ({"role": "user", "content": [{"type": "image", "image": f"{name}.png"}]},)
+        line = {"id": name, "messages": list(messages)}
+        file = tmp_path / f"{name}.kvdocs"
+        tokenise(write_documents(tmp_path / f"{name}.jsonl", [line]), file, tokeniser)
+        made[name] = file, tokeniser.document(Source(id=name, place=name, messages=messages))
+    file, document = made["a"]
+    places = {document.media[0].digest: str(tmp_path / "a.png")}
+    extractor = VisionExtractor.load(model, media_source=places.get)
+    dataset = publish(tmp_path / "ds", extractor, {"a": document})
+    again = extractor_for(dataset, model, documents=file)
+    assert again.schema == dataset.schema
+    assert audit(dataset, again, fraction=1).equal == 1
+    for given in (None, tmp_path / "a.jsonl"):
+        with pytest.raises(UsageError, match=r"give it \(--documents FILE\.kvdocs") as caught:
+            extractor_for(dataset, model, documents=given)
+        assert caught.value.code == "E081"
+    # Of other images: that ends it, and is no difference.
+    with pytest.raises(UsageError, match="give the documents file that the dataset was made of"):
+        audit(dataset, extractor_for(dataset, model, documents=made["b"][0]), fraction=1)
+
+
+def test_a_dataset_that_could_store_images_and_has_none_needs_nothing(tmp_path: Path) -> None:
+    model = save_vision(tmp_path / "vision")
+    dataset = publish(tmp_path / "ds", VisionExtractor.load(model, media_source={}.get), {"a": [1, 2, 3]})
+    assert audit(dataset, extractor_for(dataset, model), fraction=1).equal == 1

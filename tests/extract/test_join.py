@@ -176,8 +176,9 @@ def test_text_is_tokenised_by_the_rules_of_the_dataset(tmp_path: Path) -> None:
     dataset = publish(tmp_path / "ds", {"t": ids[:6]}, text=rules_of(tokenizer, truncate=6))
     documents = write_documents(tmp_path / "docs.jsonl", [{"id": "t", "text": "some words"}])
     assert check_documents(dataset, documents, tokenizer=tokenizer).ok
-    report = check_documents(dataset, documents)
-    assert kinds(report) == [("unusable", "t")]
+    with pytest.raises(InputError, match="text needs a tokenizer, give a model that has one") as caught:
+        check_documents(dataset, documents)
+    assert (caught.value.code, caught.value.record) == ("E305", "t")
     # A trainer's own ids are taken as they are: what it will use is longer than what is stored.
     tokenised = write_documents(tmp_path / "ids.jsonl", [{"id": "t", "token_ids": ids}])
     assert kinds(check_documents(dataset, tokenised, tokenizer=tokenizer)) == [("tokens", "t")]
@@ -218,6 +219,16 @@ def test_a_documents_file_says_how_it_was_tokenised(tmp_path: Path) -> None:
     assert (report.text, report.tokens, report.missing) == (2, 2, 1)
     assert "special_tokens: True against False" in report.findings[0].message
     assert "canary: one text gives other ids from token 0 on" in report.findings[1].message
+
+
+def test_messages_with_images_are_refused_once(dataset: Dataset, tmp_path: Path) -> None:
+    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}]
+    lines = [{"id": name, "messages": [{"role": "user", "content": content}]} for name in "ab"]
+    documents = write_documents(tmp_path / "docs.jsonl", lines)
+    for tokenizer in (None, tiny_tokenizer()):
+        with pytest.raises(InputError, match=r"give the documents file they become") as caught:
+            check_documents(dataset, documents, tokenizer=tokenizer)
+        assert (caught.value.code, caught.value.record) == ("E309", "a")
 
 
 # -- what is given -------------------------------------------------------------------------------------------------

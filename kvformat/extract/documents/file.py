@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvformat.errors import make_error
+from kvformat.errors import KVFormatError, make_error
 from kvformat.extract.columns import HEADER_NBYTES, ColumnsFile, Written
 from kvformat.extract.documents.form import COLUMNS, TABLE, document_sum
 from kvformat.extract.documents.keeping import keep
@@ -237,10 +237,16 @@ def open_documents(path: str | os.PathLike[str]) -> Documents:
         E307 where it is damaged, cut short, or none of ours; E002, E003 where there is no such file.
     """
     path = Path(path)
-    file, bulk = (
-        LocalReader(path.parent, use_mmap=use_mmap, or_read=True).open(path.name)
-        for use_mmap in (not prefers_pread(path), False)
-    )
+    try:
+        file, bulk = (
+            LocalReader(path.parent, use_mmap=use_mmap, or_read=True).open(path.name)
+            for use_mmap in (not prefers_pread(path), False)
+        )
+    except KVFormatError as error:
+        if error.code != "E002":
+            raise
+        message = "no documents file is there: make one with `kvformat documents`"
+        raise make_error("E002", message, path=path) from error
     if file.identity != bulk.identity:
         raise make_error("E307", f"it was replaced or written to meanwhile; {_REMEDY}", path=path)
     return Documents(file, bulk)

@@ -44,7 +44,7 @@ def wanted_layers(layers: Sequence[int] | None, num_layers: int) -> tuple[int, .
         raise make_error("E081", f"no layer is asked for; {has}")
     absent = [layer for layer in wanted if not 0 <= layer < num_layers]
     if absent:
-        raise make_error("E081", f"{has}; those asked for beside them: {_brief(absent)}")
+        raise make_error("E081", f"{has}, and not those that are asked for besides: {_brief(absent)}")
     twice = [layer for layer, following in pairwise(wanted) if layer == following]
     if twice:
         raise make_error("E081", f"each layer may be given once, found twice: {_brief(twice)}")
