@@ -1,4 +1,8 @@
-"""Every benchmark, one after the other, each in a process of its own."""
+"""Every benchmark of the environment of ``kvformat[bench]``, one after the other, each in a process of its own.
+
+Not here are those that measure models and their weights, in the environment of ``kvformat[hf]``: ``extraction``,
+``checkpoint`` and ``quantisation``.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ def main(
     trial: Annotated[bool, typer.Option("--trial", help="Few records and rounds: does everything run?")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the data under .bench/.")] = False,
 ) -> None:
-    """Run all benchmarks; the exit status says whether they ran, not whether bars were met."""
+    """Run all benchmarks of this environment; the exit status says whether they ran, not whether bars were met."""
     failed = []
     for script in only or SCRIPTS:
         print(f"\n== benchmarks.{script}", flush=True)

@@ -6,6 +6,7 @@ import ast
 import copy
 import importlib.metadata
 import inspect
+import itertools
 import json
 import pickle
 import re
@@ -14,11 +15,13 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import kvformat
 import kvformat.errors
+import kvformat.extract
 from kvformat.codes import CODES
 from kvformat.errors import KVFormatError, KVFormatWarning, make_error
 
@@ -99,30 +102,93 @@ def test_help_loads_neither_torch_nor_transformers(how: str) -> None:
 # ------------------------------------------------------------------------------------------------------- public names
 
 
-def test_public_names_are_sorted_and_unique() -> None:
-    assert kvformat.__all__
-    assert list(kvformat.__all__) == sorted(set(kvformat.__all__))
-    assert set(kvformat.__all__) <= set(dir(kvformat))
+PACKAGES = [kvformat, kvformat.extract]
+PUBLIC = [(package, name) for package in PACKAGES for name in package.__all__ if name != "__version__"]
+each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+each_name = pytest.mark.parametrize(
+    ("package", "name"), PUBLIC, ids=[f"{package.__name__}.{name}" for package, name in PUBLIC]
+)
 
 
-@pytest.mark.parametrize("name", kvformat.__all__)
-def test_public_name_exists_and_is_documented(name: str) -> None:
-    value = getattr(kvformat, name)
-    if name == "__version__":
-        return
-    assert inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value), "no docstring of its own"
-    assert (vars(value) if inspect.isclass(value) else {"__doc__": value.__doc__}).get("__doc__"), "no docstring"
+def description(package: ModuleType, name: str) -> str | None:
+    """The docstring of a public name itself, not an inherited one; of an alias, the one below it."""
+    value = getattr(package, name)
+    if inspect.isclass(value):
+        return vars(value).get("__doc__")
+    if inspect.isroutine(value) or inspect.ismodule(value):
+        return value.__doc__
+    tree = ast.parse(inspect.getsource(package))
+    (module,) = (
+        node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]
+    )
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    for node, below in itertools.pairwise(body):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            found = below.value if isinstance(below, ast.Expr) else None
+            return found.value if isinstance(found, ast.Constant) and isinstance(found.value, str) else None
+    return None
 
 
-def test_a_star_import_gives_the_public_names() -> None:
+@each_package
+def test_public_names_are_sorted_and_unique(package: ModuleType) -> None:
+    assert package.__all__
+    assert list(package.__all__) == sorted(set(package.__all__))
+    assert set(package.__all__) <= set(dir(package))
+
+
+@each_name
+def test_public_name_exists_and_is_documented(package: ModuleType, name: str) -> None:
+    assert description(package, name), "no docstring of its own"
+
+
+@each_name
+def test_public_name_is_typed(package: ModuleType, name: str) -> None:
+    value = getattr(package, name)
+    members = vars(value).items() if inspect.isclass(value) else [(name, value)]
+    functions = [
+        (member, function.__func__ if isinstance(function, classmethod | staticmethod) else function)
+        for member, function in ((one, found.fget if isinstance(found, property) else found) for one, found in members)
+        if not member.startswith("_") or member == "__init__"
+    ]
+    untyped = {
+        f"{member}({', '.join(parameters)})"
+        for member, function in functions
+        if inspect.isfunction(function)
+        and function.__module__.startswith("kvformat.")  # a protocol gets an __init__ of typing's
+        and (
+            parameters := [
+                one
+                for one in [*inspect.signature(function).parameters, "return"]
+                if one not in {"self", "cls", *function.__annotations__}
+            ]
+        )
+    }
+    assert untyped == set()
+
+
+@each_name
+def test_public_struct_describes_what_it_inherits(package: ModuleType, name: str) -> None:
+    """Whoever reads its help sees the fields of a base that is not public nowhere else."""
+    fields = getattr(getattr(package, name), "__struct_fields__", ())
+    inherited = set(fields) - set(vars(getattr(package, name)).get("__annotations__", {}))
+    words = set(re.findall(r"\w+", description(package, name) or ""))
+    assert inherited - words == set()
+
+
+@each_package
+def test_a_star_import_gives_the_public_names(package: ModuleType) -> None:
     namespace: dict[str, object] = {}
-    exec("from kvformat import *", namespace)
-    assert set(namespace) - {"__builtins__"} == set(kvformat.__all__)
+    exec(f"from {package.__name__} import *", namespace)
+    assert set(namespace) - {"__builtins__"} == set(package.__all__)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+@each_package
+def test_an_unknown_name_is_an_attribute_error(package: ModuleType) -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
-        _ = kvformat.no_such_name
+        _ = package.no_such_name
 
 
 @pytest.mark.parametrize("module", MODULES)

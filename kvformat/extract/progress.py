@@ -9,6 +9,7 @@ from kvformat.extract.meter import PipelineTimes
 __all__ = ["Phase", "Progress", "Silent"]
 
 Phase = Literal["read", "load", "identify", "check", "extract", "wait", "publish"]
+"""What a job is at, in this order; what it has no need of is left out. See :meth:`Progress.phase`."""
 
 
 class Progress(Protocol):

@@ -21,24 +21,7 @@ _SLACK = 1 << 20
 
 
 class Space(Struct, frozen=True, kw_only=True):
-    """What an extraction needs of a disk, and what that has.
-
-    Attributes
-    ----------
-    nbytes
-        Size of the shards; ``header_nbytes`` of that are headers, each with room for as many records as a shard may
-        hold.
-    index_nbytes
-        Room for everything else, generously counted: hardly ever is so much written.
-    free_nbytes, staged_nbytes
-        Free space where the dataset goes, and what an interrupted run left there for this one to continue.
-    spool_nbytes
-        Where the dataset goes to an object store: the most bytes that wait for their upload at once. ``free_nbytes``
-        is that of the spool then. None for a local dataset.
-    finished
-        Whether a dataset of these very documents is there already. Only the loaded model tells whether its context is
-        the same; where it is, nothing is written, and where not, extraction refuses.
-    """
+    """What an extraction needs of a disk, and what that has; :class:`Estimate` says what the fields are."""
 
     nbytes: int
     header_nbytes: int
@@ -62,12 +45,12 @@ class Space(Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """Whether it is."""
+        """Whether that much is free."""
         return self.needed_nbytes <= self.free_nbytes
 
 
 class Estimate(Space, frozen=True, kw_only=True):
-    """What an extraction will write.
+    """What an extraction will write, what it needs of a disk, and what that has.
 
     Attributes
     ----------
@@ -79,6 +62,21 @@ class Estimate(Space, frozen=True, kw_only=True):
         How many shards, and forwards of the model, there will be.
     family, compute_dtype, schema
         Of the model.
+    nbytes
+        Size of the shards; ``header_nbytes`` of that are headers, each with room for as many records as a shard may
+        hold.
+    index_nbytes
+        Room for everything else, generously counted: hardly ever is so much written.
+    free_nbytes, staged_nbytes
+        Free space where the dataset goes, and what an interrupted run left there for this one to continue.
+    spool_nbytes
+        Where the dataset goes to an object store: the most bytes that wait for their upload at once. ``free_nbytes``
+        is that of the spool then. None for a local dataset.
+    finished
+        Whether a dataset of these very documents is there already. Only the loaded model tells whether its context is
+        the same; where it is, nothing is written, and where not, extraction refuses.
+    needed_nbytes, fits
+        Space that must be free, and whether it is.
     """
 
     documents: int

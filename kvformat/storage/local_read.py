@@ -89,9 +89,10 @@ class OpenFile:
         except OSError:
             return False
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # Bound here: a file that is still open when the interpreter ends may find the globals of this module gone.
         if self._fd >= 0:
-            os.close(self._fd)
+            close(self._fd)
             self._fd = -1
 
 

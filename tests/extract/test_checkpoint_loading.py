@@ -86,7 +86,7 @@ def test_the_reasoner_of_a_mixture_of_transformers_gives_the_k_and_v_of_the_orig
     config = save_config(tmp_path / "config", "qwen3")
     loaded = load_from_checkpoint(config, source(checkpoint, preset=MOT, weights=weights))
     assert loaded.provenance == {
-        "checkpoint": f"dcp:{tmp_path.name}/dcp",
+        "checkpoint": "dcp:dcp",
         "checkpoint_dtype": "F32",
         "checkpoint_preset": MOT,
         "checkpoint_weights": weights,

@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvformat.errors import KVFormatError
+from kvformat.extract.documents import DocumentsWriter
+from kvformat.spec.document import Document
 from kvformat.storage.local_read import LocalReader
 
 DATA = bytes(range(256)) * 40
@@ -118,6 +122,36 @@ def test_no_descriptor_is_lost(reader: LocalReader) -> None:
         reader.open("sub/file").read(0, 1)
         reader.read("sub/file")
     assert descriptors() == before
+
+
+# A standard module holds what was left open, so that it outlives the globals of the library's modules.
+LEFT_OPEN = """
+import os
+import kvformat
+from kvformat.extract import make_plan
+from kvformat.storage import local_read
+os.left_open = local_read, {what}
+"""
+VECTOR = Path(__file__).resolve().parents[2] / "spec" / "vectors" / "v1" / "valid" / "model-context" / "dataset"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "local_read.LocalReader('.', use_mmap=False).open('file')",
+        f"kvformat.open({str(VECTOR)!r}, io='pread')[0]",
+        "make_plan('plan.kvdocs', schema=kvformat.Schema.uniform(num_layers=1, num_kv_heads=1, head_dim=8))",
+    ],
+    ids=["file", "dataset", "plan"],
+)
+def test_what_a_script_leaves_open_is_closed_in_silence(tmp_path: Path, what: str) -> None:
+    (tmp_path / "file").write_bytes(DATA)
+    with DocumentsWriter(tmp_path / "plan.kvdocs") as writer:
+        writer.add("a", Document.of([1, 2]))
+        writer.finish()
+    script = [sys.executable, "-W", "error", "-c", LEFT_OPEN.format(what=what)]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_mapping_is_private(reader: LocalReader) -> None:

@@ -89,8 +89,8 @@ class CheckpointSource(Struct, frozen=True, kw_only=True):
                 raise make_error("E081", f"{replacement!r} cannot replace {pattern!r}: {error}") from error
 
     def text(self) -> str:
-        """Kind and last two names of the path, as it is recorded: ``dcp:iter_000001000/model``."""
-        return f"{self.kind}:{'/'.join(Path(self.path).resolve().parts[-2:])}"
+        """Kind and last name of the path, as it is recorded: ``dcp:iter_000001000``, wherever a copy of it lies."""
+        return f"{self.kind}:{Path(self.path).resolve().name}"
 
 
 def parse_checkpoint(

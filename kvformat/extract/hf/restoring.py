@@ -28,7 +28,7 @@ class Restored(NamedTuple):
     module
         Decoder, or the whole base model where that was asked for; on the CPU, in evaluation mode.
     provenance
-        What is recorded of the checkpoint.
+        What is recorded of the checkpoint: its name without the directories it lies in, and what was taken of it.
     nbytes
         Bytes read of its files.
     """
