@@ -99,7 +99,7 @@ def _look_plan(remote: Remote, plan: KeptPlan, *, live: bool) -> tuple[StagedWor
 def _look_shared(
     remote: Remote, plan: KeptPlan, objects: Mapping[str, int], base: Path, planned: Planned | None
 ) -> tuple[StagedWork, set[str]]:
-    """The work of a run, and the names of its shards. Receipts are read only where a shard is there twice."""
+    """The work of a run, and the names of its shards. Receipts are read only where a shard is there twice, or none."""
     named: dict[int, list[str]] = {}
     for name in objects:
         if match := _SHARD.fullmatch(name):
@@ -112,7 +112,8 @@ def _look_shared(
     nbytes = sum(objects.get(name, 0) for name in staged)
     workers = workers_of(remote, plan.digest, [stat.name for stat in plan.objects], base=base)
     run = read_run(remote, plan.digest)
-    finished = frozenset(ordinals)
+    without = [ordinal for ordinal in plan.ordinals if ordinal not in named]  # all documents skipped: a receipt alone
+    finished = frozenset([*ordinals, *(receipt.ordinal for receipt in _read(receipts, without) if receipt.is_empty)])
     same = planned is not None and run is not None and run.plan == planned.digest
     work = StagedWork(
         path=remote.path(f"{STAGING}/{plan.digest}"),

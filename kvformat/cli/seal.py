@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvformat.cli import options, output, plan_option, spool_option
+from kvformat.errors import KVFormatError
+from kvformat.spec.paths import ROOT
 
 if TYPE_CHECKING:
+    from kvformat.extract.plan import Plan
     from kvformat.read.dataset import Dataset
+    from kvformat.storage.remote import Remote
 
 __all__ = ["seal"]
 
@@ -29,26 +35,70 @@ def seal(
     """Publish what the workers of a plan finished.
 
     Needs no model. Fails with E119, naming them, where shards are missing or documents were skipped. Sealing a second
-    time, or by several at once, gives the same dataset.
+    time, or by several at once, gives the same dataset; E118 where another one is published there.
     """
     storage_options = options.parse_storage_options(storage_option, "--storage-option")
     from kvformat.read.opening import open_dataset
     from kvformat.storage.readers import remote_of
-    from kvformat.write.attach import attach_workshop
-    from kvformat.write.sealing import seal as publish
 
     place = remote_of(path, storage_options=storage_options)
-    with (
-        contextlib.closing(plan_option.opened(plan)) as planned,
-        attach_workshop(place, planned, spool=spool) as workshop,
-    ):
-        publish(workshop, planned, allow_skips=allow_skips)
-        workshop.remove()
+    with contextlib.closing(plan_option.opened(plan)) as planned:
+        if _is_published(place):
+            _tidy(place, planned, _of_plan(place, planned), spool)
+        else:
+            _publish(place, planned, spool, allow_skips=allow_skips)
     dataset = open_dataset(place)
     if as_json:
         output.emit_json(_document(dataset))
     else:
         output.emit(*_lines(dataset))
+
+
+def _is_published(place: Path | Remote) -> bool:
+    if isinstance(place, Path):
+        return os.path.lexists(place / ROOT)
+    return place.stat(ROOT) is not None
+
+
+def _of_plan(place: Path | Remote, planned: Plan) -> Dataset:
+    """What is published, which must be what this plan makes: E118."""
+    from kvformat.extract.finished import check_plan, check_schema
+    from kvformat.read.opening import open_dataset
+
+    dataset = open_dataset(place)
+    check_schema(dataset, planned.schema)
+    check_plan(dataset, planned)
+    return dataset
+
+
+def _publish(place: Path | Remote, planned: Plan, spool: str | None, *, allow_skips: bool) -> None:
+    from kvformat.write.attach import attach_workshop
+    from kvformat.write.sealing import seal as publish
+
+    try:
+        with attach_workshop(place, planned, spool=spool) as workshop:
+            publish(workshop, planned, allow_skips=allow_skips)
+            workshop.remove()
+    except KVFormatError as error:
+        # Its workers may have published meanwhile, and have taken what is staged away.
+        if error.code != "E119" or not _is_published(place):
+            raise
+        _of_plan(place, planned)
+
+
+def _tidy(place: Path | Remote, planned: Plan, dataset: Dataset, spool: str | None) -> None:
+    """Remove the staged work that was published, where whoever did so did not come so far; no other."""
+    from kvformat.spec.paths import shard_path
+    from kvformat.write.attach import attach_workshop
+
+    with contextlib.suppress(KVFormatError), attach_workshop(place, planned, spool=spool) as workshop:
+        published = range(dataset.manifest.totals.shards)
+        if workshop.finished() == frozenset(published) and all(
+            receipt is not None
+            and dataset.index.shard(ordinal).path == shard_path(ordinal, bytes.fromhex(receipt.sha256))
+            for ordinal, receipt in workshop.receipts()
+        ):
+            workshop.remove()
 
 
 def _document(dataset: Dataset) -> dict[str, Any]:

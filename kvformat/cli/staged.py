@@ -26,7 +26,7 @@ __all__ = ["StagedWork", "any_finished", "directories", "is_directory", "look", 
 State = Literal["live", "abandoned", "unknown"]
 T = TypeVar("T", Plan, Receipt)
 _RECEIPT = re.compile(r"([0-9]{8})\.json")
-_SHARD = re.compile(r"([0-9]{8})-[0-9a-f]{16}\.shard")
+_SHARD = re.compile(r"([0-9]{8})(?:-[0-9a-f]{16}\.shard|\.skipped)")
 
 
 class StagedWork(Struct, frozen=True, kw_only=True):
@@ -45,6 +45,8 @@ class StagedWork(Struct, frozen=True, kw_only=True):
         ``live`` while a writer holds it; ``unknown`` on file systems without leases, and in object stores.
     shared
         Of work that workers share; None for any other, and where it cannot be read.
+    of_plan
+        Whether that is of the plan that was given; None without one.
     """
 
     path: str
@@ -55,6 +57,7 @@ class StagedWork(Struct, frozen=True, kw_only=True):
     total_nbytes: int
     state: State
     shared: SharedWork | None = None
+    of_plan: bool | None = None
 
 
 def directories(root: Path) -> list[Path]:
@@ -153,7 +156,7 @@ def _look_shared(path: Path, planned: Planned | None) -> StagedWork | None:
         if match := _RECEIPT.fullmatch(entry.name):
             receipts.add(int(match[1]))
         elif match := _SHARD.fullmatch(entry.name):
-            shards[int(match[1])] = nbytes
+            shards[int(match[1])] = max(nbytes, shards.get(int(match[1]), 0))
     finished = frozenset(receipts & shards.keys())
     nbytes = sum(shards[ordinal] for ordinal in finished)
     try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvformat.cli import options, output, plan_option, spool_option
 from kvformat.cli.group import FAULTS
@@ -20,8 +21,8 @@ from kvformat.spec.paths import ROOT, STAGING
 if TYPE_CHECKING:
     from kvformat.cli.spooled import Spooled
     from kvformat.cli.staged import StagedWork
+    from kvformat.extract.plan import Plan
     from kvformat.storage.remote import Remote
-    from kvformat.write.planned import Planned
 
 __all__ = ["status"]
 
@@ -47,7 +48,7 @@ class _State(Struct, frozen=True, kw_only=True):
 
     ``orphans`` is None where a fault keeps the named files unknown. ``data_without_root``: data are there that nothing
     publishes, and no staged work that would explain them. ``spools``: what waits on this machine for its upload to an
-    object store, or was left there; None for a local dataset.
+    object store, or was left there; None for a local dataset. ``plan``: how far the plan is, where one was given.
     """
 
     location: str
@@ -57,6 +58,16 @@ class _State(Struct, frozen=True, kw_only=True):
     orphans: tuple[_Orphan, ...] | None
     unknown_staging: tuple[str, ...]
     spools: tuple[Spooled, ...] | None = None
+    plan: plan_option.PlanState | None = None
+
+
+class _Read(NamedTuple):
+    """What is published, the files it names, what keeps it from being read, and in what it is not the plan given."""
+
+    published: _Published | None = None
+    named: frozenset[str] = frozenset()
+    fault: KVFormatError | None = None
+    differs: str | None = None
 
 
 class _Look(NamedTuple):
@@ -79,7 +90,8 @@ def status(
 
     Lists staged work with its state, and files no dataset names; of work that workers share, who is at work, what is
     done and missing, the rate and the time that is left, and the space that is needed. Of a URL, also what waits on
-    this machine for its upload. Exits with 1 where something is published and cannot be read.
+    this machine for its upload. With a plan, how far that is, before its first worker too, and whether it is what is
+    published. Exits with 1 where something is published and cannot be read.
     """
     storage_options = options.parse_storage_options(storage_option, "--storage-option")
     from kvformat.storage.readers import remote_of
@@ -97,56 +109,76 @@ def status(
         raise typer.Exit(FAULTS)
 
 
-def _look(root: Path, planned: Planned | None) -> _Look:
+def _look(root: Path, planned: Plan | None) -> _Look:
     from kvformat.cli.staged import look_all, others
     from kvformat.read.missing import data_without_root
 
-    if not root.is_dir():
+    if not root.is_dir() and (planned is None or os.path.lexists(root)):
         raise make_error("E001", "no directory is there: check the location", path=root)
-    published, named, fault = _published(root) if os.path.lexists(root / ROOT) else (None, set(), None)
-    staging = tuple(look_all(root, planned))
+    read = _published(root, planned) if os.path.lexists(root / ROOT) else _Read()
+    staging = _of_plan(look_all(root, planned), planned)
     without_root = None if staging else data_without_root(root)
     state = _State(
         location=str(root),
-        published=published,
+        published=read.published,
         data_without_root=without_root is not None,
         staging=staging,
-        orphans=None if fault is not None else _local_orphans(root, named),
+        orphans=None if read.fault is not None else _local_orphans(root, read.named),
         unknown_staging=tuple(str(other) for other in others(root)),
+        plan=_plan_state(planned, staging, read, root),
     )
-    return _Look(state, fault, without_root)
+    return _Look(state, read.fault, without_root)
 
 
-def _look_remote(remote: Remote, spool: str | None, planned: Planned | None) -> _Look:
+def _look_remote(remote: Remote, spool: str | None, planned: Plan | None) -> _Look:
     from kvformat.cli.kept import look_kept
     from kvformat.cli.spooled import look_spools
     from kvformat.read.missing import DATA_WITHOUT_ROOT
     from kvformat.write.spool import spool_directory
 
-    published, named, fault = _published(remote) if remote.stat(ROOT) is not None else (None, set(), None)
+    read = _published(remote, planned) if remote.stat(ROOT) is not None else _Read()
     base = spool_directory(spool)
     spools = tuple(look_spools(base, remote.url))
     objects = {stat.name: stat.nbytes for stat in remote.list() if stat.name.partition("/")[0] != STAGING}
-    staging, others, staged = look_kept(remote, spools, objects=objects, base=base, planned=planned)
-    if not objects and not staging and not others and not spools:
+    works, others, staged = look_kept(remote, spools, objects=objects, base=base, planned=planned)
+    staging = _of_plan(works, planned)
+    if not objects and not staging and not others and not spools and planned is None:
         raise make_error("E001", "nothing is there: check the location", path=remote.path(""))
-    orphans = _orphans(objects.items(), named | staged, foreign=published is not None)
+    orphans = _orphans(objects.items(), read.named | staged, foreign=read.published is not None)
     data = {name.partition("/")[0] for name in objects} & {"manifest", "shards"}
-    without_root = DATA_WITHOUT_ROOT if data and not staging and published is None and fault is None else None
+    unread = read.published is None and read.fault is None
+    without_root = DATA_WITHOUT_ROOT if data and not staging and unread else None
     state = _State(
         location=remote.path(""),
-        published=published,
+        published=read.published,
         data_without_root=without_root is not None,
         staging=staging,
-        orphans=None if fault is not None else orphans,
+        orphans=None if read.fault is not None else orphans,
         unknown_staging=others,
         spools=spools,
+        plan=_plan_state(planned, staging, read, None),
     )
-    return _Look(state, fault, without_root)
+    return _Look(state, read.fault, without_root)
 
 
-def _published(place: Path | Remote) -> tuple[_Published | None, set[str], KVFormatError | None]:
-    """What is published, the files it names, and what keeps it from being read."""
+def _of_plan(works: Iterable[StagedWork], planned: Plan | None) -> tuple[StagedWork, ...]:
+    """Staged work, told apart by whether it is of the plan that was given."""
+    return tuple(
+        work if planned is None or work.shared is None else replace(work, of_plan=work.shared.plan == planned.digest)
+        for work in works
+    )
+
+
+def _plan_state(
+    planned: Plan | None, staging: tuple[StagedWork, ...], read: _Read, place: Path | None
+) -> plan_option.PlanState | None:
+    if planned is None:
+        return None
+    published = read.published is not None
+    return plan_option.describe(planned, staging, published=published, differs=read.differs, place=place)
+
+
+def _published(place: Path | Remote, planned: Plan | None) -> _Read:
     from kvformat.read.opening import open_dataset
     from kvformat.spec.manifest import parse_root
     from kvformat.spec.paths import covered_path, manifest_path, part_path
@@ -160,18 +192,19 @@ def _published(place: Path | Remote) -> tuple[_Published | None, set[str], KVFor
         named |= {covered_path(file.sha256) for file in manifest.files}
         named |= {part_path(part.sha256) for table in TABLES for part in manifest.parts(table)}
         named |= {dataset.index.shard(ordinal).path for ordinal in range(manifest.totals.shards)}
+        differs = None if planned is None else plan_option.difference(dataset, planned)
     except KVFormatError as error:
         if error.code == "E001":  # removed meanwhile
-            return None, set(), None
+            return _Read()
         if CODES[error.code].kind != "reader":
             raise
-        return None, set(), error
+        return _Read(fault=error)
     totals = manifest.totals
     published = _Published(id=dataset.id, records=totals.records, nbytes=totals.nbytes, shards=totals.shards)
-    return published, named, None
+    return _Read(published, frozenset(named), differs=differs)
 
 
-def _local_orphans(root: Path, named: set[str]) -> tuple[_Orphan, ...]:
+def _local_orphans(root: Path, named: frozenset[str]) -> tuple[_Orphan, ...]:
     """Where nothing is published, only the folders a writer uses are looked at: the directory may be anything."""
     from kvformat.storage.local_read import LocalReader
 
@@ -196,7 +229,7 @@ def _local_orphans(root: Path, named: set[str]) -> tuple[_Orphan, ...]:
     return _orphans(sizes(), named, foreign=bool(named))
 
 
-def _orphans(files: Iterable[tuple[str, int]], named: set[str], *, foreign: bool) -> tuple[_Orphan, ...]:
+def _orphans(files: Iterable[tuple[str, int]], named: frozenset[str], *, foreign: bool) -> tuple[_Orphan, ...]:
     """Files no root names: the rest of an interrupted publication, and ``foreign`` ones where that is asked for."""
     return tuple(
         _Orphan(path=name, nbytes=nbytes)
@@ -211,6 +244,8 @@ def _document(found: _State, fault: KVFormatError | None) -> dict[str, Any]:
     document: dict[str, Any] = {"ok": fault is None, **msgspec.to_builtins(found)}
     if found.spools is None:
         del document["spools"]
+    if found.plan is None:
+        del document["plan"]
     if fault is not None:
         document["error"] = output.finding(fault.code, fault.message, fault.path, fault.record, fault.layer)
     return document
@@ -229,6 +264,7 @@ def _lines(found: _State, fault: KVFormatError | None, without_root: str | None)
         lines.append(f"published, but not readable: {fault.code}")
     else:
         lines.append("not published" + (f": {without_root}" if without_root else ""))
+    lines += [] if found.plan is None or fault is not None else plan_option.lines(found.plan)
     for work in found.staging:
         lines += _staged_lines(work)
     lines += [f"not a staging directory, left alone: {output.plain(other)}" for other in found.unknown_staging]
@@ -251,8 +287,9 @@ def _staged_lines(work: StagedWork) -> list[str]:
     records = "" if work.records is None else f", {output.counted(work.records, 'record')}"
     counts = f"{output.counted(work.shards, 'shard')}{records}"
     finished = f"{counts}, {output.size_text(work.nbytes)}"
+    other = " of another plan" if work.of_plan is False else ""
     lines = [
-        f"staged work, {work.state} ({_STATES[work.state]}): {output.plain(work.path)}",
+        f"staged work{other}, {work.state} ({_STATES[work.state]}): {output.plain(work.path)}",
         f"    finished: {finished}; {output.size_text(work.total_nbytes)} in all",
     ]
     if work.shared is not None:

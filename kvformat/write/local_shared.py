@@ -34,7 +34,8 @@ __all__ = ["LocalShared"]
 
 _BUSY_TIMEOUT_S = 60.0
 _RECEIPT = re.compile(r"([0-9]{8})\.json")
-_SHARD = re.compile(r"([0-9]{8})-[0-9a-f]{16}\.shard")
+_SHARD = re.compile(r"([0-9]{8})(?:-[0-9a-f]{16}\.shard|\.skipped)")
+"""A shard; or what stands in its place where all of its documents were skipped."""
 
 
 class LocalShared:
@@ -112,6 +113,10 @@ class LocalShared:
     def keep(self, path: Path, receipt: Receipt) -> None:
         """Give a shard the name of its content. One of that name that is there already is looked at first."""
         target = self._shard(receipt)
+        if receipt.is_empty:
+            if not place_file(self._files, target, b"", token=self._token):
+                self._files.sync_dir(self._path)  # whoever made it may not have come so far
+            return
         while not self._files.link(path, target):
             try:
                 if hash_file(target, target).hex() == receipt.sha256:
@@ -128,7 +133,10 @@ class LocalShared:
         self._files.unlink(self._shard(receipt))
 
     def ordinals(self) -> frozenset[int]:
-        """Receipts with a shard of that ordinal beside them: one without was left by a removal that was cut short."""
+        """Receipts with a shard of that ordinal beside them: one without was left by a removal that was cut short.
+
+        Where all documents were skipped, an empty file stands in the place of the shard: no receipt need be read.
+        """
         receipts, shards = set(), set()
         with translated(self._path), os.scandir(self._path) as entries:
             for entry in entries:
@@ -158,6 +166,9 @@ class LocalShared:
     def fault(self, receipt: Receipt, layout: Layout, *, whole: bool) -> str | None:
         """See :class:`~kvformat.write.shared.Shared`."""
         path = self._shard(receipt)
+        if receipt.is_empty:
+            with translated(path):
+                return None if path.exists() else "what stands in the place of the shard is missing"
         try:
             with translated(path):
                 size = path.stat().st_size
@@ -183,7 +194,9 @@ class LocalShared:
         with exclusive(held, timeout_s=_BUSY_TIMEOUT_S, refusal=busy):
             if self.read(ordinal) != data:
                 return
-            if receipt is not None:
+            if receipt is not None and receipt.is_empty:
+                self._files.unlink(self._shard(receipt))
+            elif receipt is not None:
                 self._rename_bad(self._shard(receipt))
             self._files.unlink(self._receipt(ordinal))
             self._files.sync_dir(self._path)  # before the names are used again
@@ -283,7 +296,8 @@ class LocalShared:
         return unpublished and own and not self.ordinals()
 
     def _shard(self, receipt: Receipt) -> Path:
-        return self._path / _shard_name(receipt.ordinal, receipt.sha256)
+        name = f"{receipt.ordinal:08d}.skipped" if receipt.is_empty else _shard_name(receipt.ordinal, receipt.sha256)
+        return self._path / name
 
     def _receipt(self, ordinal: int) -> Path:
         return self._path / f"{ordinal:08d}.json"

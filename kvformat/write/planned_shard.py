@@ -96,24 +96,21 @@ class PlannedShard:
         Raises
         ------
         ConflictError
-            E115 where documents are missing, E119 where all of them were skipped.
+            E115 where documents are missing.
         """
         if self.num_done != self.num_records or not self._there:
             what = f"{self.num_done} of {self.num_records} documents" if self._there else "discarded"
             self.discard()
             raise make_error("E115", f"shard {self.ordinal} is not complete: {what}", path=self.path)
-        if len(self._skipped) == self.num_records:
-            self.discard()
-            raise make_error(
-                "E119",
-                f"every document of shard {self.ordinal} was skipped, the first because: "
-                f"{self._skipped[0].reason:.200}; a shard holds at least one record: mend the cause, or plan again "
-                "without these documents",
-                path=self.path,
-            )
 
     def complete(self) -> Receipt:
-        """Write the header, make the file durable, hash it; for a helper thread."""
+        """Write the header, make the file durable, hash it; for a helper thread.
+
+        Where all documents were skipped, the file goes: a shard holds at least one record.
+        """
+        if len(self._skipped) == self.num_records:
+            self.discard()
+            return Receipt.without_records(self.ordinal, self._skipped)
         receipt = self._writer.finish()
         return replace(receipt, skipped=tuple(self._skipped)) if self._skipped else receipt
 

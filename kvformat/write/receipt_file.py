@@ -48,7 +48,8 @@ def decode_receipt(data: bytes, *, key: str, ordinal: int, path: object) -> Rece
         message = f"a damaged receipt ({error}): run `kvformat clean` and start again"
         raise make_error("E116", message, path=path) from None
     receipt = sealed.receipt
-    if sealed.plan != key or receipt.ordinal != ordinal or not receipt.records:
+    holds = receipt.records or (receipt.skipped and receipt == Receipt.without_records(ordinal, receipt.skipped))
+    if sealed.plan != key or receipt.ordinal != ordinal or not holds:
         raise make_error("E116", "not the receipt of this shard: run `kvformat clean` and start again", path=path)
     if encode_receipt(receipt, key=key) != data:
         raise make_error("E116", "a damaged receipt: run `kvformat clean` and start again", path=path)

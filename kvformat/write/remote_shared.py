@@ -115,6 +115,8 @@ class RemoteShared:
                 raise make_error("E115", "the worker was stopped before this shard was uploaded", path=path)
 
         go_on()
+        if receipt.is_empty:
+            return
         self._remote.put_file(_shard_name(receipt), path, progress=go_on)
         self._spool.drop(receipt.ordinal)
 
@@ -145,6 +147,8 @@ class RemoteShared:
 
     def fault(self, receipt: Receipt, layout: Layout, *, whole: bool) -> str | None:  # noqa: ARG002 -- no transfer
         """See :class:`~kvformat.write.shared.Shared`."""
+        if receipt.is_empty:
+            return None
         name = _shard_name(receipt)
         found = self._remote.stat(name)
         if found is not None and found.nbytes != receipt.size:

@@ -162,6 +162,8 @@ class RunIdentity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 def differences(ours: RunIdentity, theirs: RunIdentity) -> list[str]:
     """Fields in which two runs differ, as dotted paths with both values; empty where they are equal."""
     left, right = _fields(ours), _fields(theirs)
+    if left == right and ours.tag != theirs.tag:  # unfolded they are alike
+        left["tag"], right["tag"] = ours.tag, theirs.tag
     return [
         f"{name} ({_shown(left.get(name))} here, {_shown(right.get(name))} there)"
         for name in sorted(left.keys() | right.keys())
@@ -183,7 +185,21 @@ def run_differs(found: list[str], place: Path | str) -> KVFormatError:
 def _fields(run: RunIdentity) -> dict[str, object]:
     plain = canonical.plain(run)
     plain["files"] = {file.name: file.sha256 for file in run.files}
+    plain["tag"] = _unfolded(run.tag)
     return dict(canonical.flatten(plain))
+
+
+def _unfolded(tag: str) -> object:
+    """The object a tag is mostly the canonical JSON of, a tag within it taken into it; else the tag."""
+    try:
+        members = canonical.decode(tag.encode())
+    except (KVFormatError, UnicodeEncodeError):
+        return tag
+    inner = members.pop("tag", None)
+    within = _unfolded(inner) if isinstance(inner, str) else inner
+    if isinstance(within, dict) and not within.keys() & members.keys():
+        return {**within, **members} or tag
+    return {**members, "tag": within} if inner is not None else members or tag
 
 
 def _shown(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.spec.layout import Layout
@@ -13,6 +13,7 @@ from kvformat.write.planned import Planned
 from kvformat.write.rows import Tables
 from kvformat.write.run import run_differs
 from kvformat.write.staging import Receipt
+from kvformat.write.worker_state import is_alive
 from kvformat.write.workshop import Workshop
 
 __all__ = ["seal"]
@@ -39,8 +40,9 @@ def seal(workshop: Workshop, planned: Planned, *, allow_skips: bool = False) -> 
     Raises
     ------
     ConflictError
-        E119 where shards are missing, or documents were skipped and that is not allowed; E112 where a receipt is not
-        by this plan; E113 where something else is published already.
+        E119 where shards are missing, where documents were skipped and that is not allowed, and where all documents of
+        a shard were, which nothing allows: shards of a dataset have no gaps in their numbers. E112 where a receipt is
+        not by this plan; E113 where something else is published already.
     IdentityError
         E120 where the staged work is of another plan.
     StorageError
@@ -63,6 +65,8 @@ def seal(workshop: Workshop, planned: Planned, *, allow_skips: bool = False) -> 
             gathered.add(receipt, planned.shard(ordinal), planned.shard_documents(ordinal))
     if missing:
         raise _missing(missing, workshop, planned)
+    if gathered.reasons:
+        raise _without_records(gathered.reasons, workshop, planned)
     left_out = gathered.add_names(planned)
     if left_out and not allow_skips:
         raise _skipped(left_out, workshop)
@@ -79,6 +83,8 @@ class _Gathered:
     ----------
     shards
         Ordinal and SHA-256.
+    reasons
+        Of the shards all of whose documents were skipped: why, by document, by ordinal.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -87,9 +93,13 @@ class _Gathered:
         self._reasons: dict[int, str] = {}
         self.tables = Tables(len(layout.schema.dims))
         self.shards: list[tuple[int, bytes]] = []
+        self.reasons: dict[int, dict[bytes, str]] = {}
 
     def add(self, receipt: Receipt, records: range, documents: Sequence[bytes]) -> None:
         """Add a shard, whose documents were found to be the planned ones."""
+        if receipt.is_empty:
+            self.reasons[receipt.ordinal] = {bytes.fromhex(one.document): one.reason for one in receipt.skipped}
+            return
         first, offset = self.tables.num_records, 0
         for record in receipt.records:
             self.tables.add_record(
@@ -124,12 +134,48 @@ class _Gathered:
 
 def _missing(ordinals: Sequence[int], workshop: Workshop, planned: Planned) -> KVFormatError:
     records = sum(len(planned.shard(ordinal)) for ordinal in ordinals)
-    named = ", ".join(map(str, ordinals[:_MOST_NAMED])) + (", ..." if len(ordinals) > _MOST_NAMED else "")
+    at_work = sum(
+        is_alive(worker) and worker.state.phase != "seal" and worker.state.token != workshop.state.token
+        for worker in workshop.workers()
+    )
+    remedy = "run the workers of this plan again, they make what is missing, then seal"
+    if at_work:
+        who = "1 worker is" if at_work == 1 else f"{at_work:,} workers are"
+        remedy = f"{who} at work on them: wait, they seal when all is there; `kvformat status` shows how far they are"
     return make_error(
         "E119",
-        f"{len(ordinals):,} of {planned.num_shards:,} shards are missing, with {records:,} records: {named}; run the "
-        "workers of this plan again, they make what is missing, then seal",
+        f"{len(ordinals):,} of {planned.num_shards:,} shards are missing, with {records:,} records: "
+        f"{_listed(ordinals)}; {remedy}",
         path=workshop.place,
+    )
+
+
+def _listed(ordinals: Sequence[int]) -> str:
+    return ", ".join(map(str, ordinals[:_MOST_NAMED])) + (", ..." if len(ordinals) > _MOST_NAMED else "")
+
+
+def _without_records(
+    reasons: Mapping[int, Mapping[bytes, str]], workshop: Workshop, planned: Planned
+) -> KVFormatError:
+    """The E119 of shards all of whose documents were skipped."""
+    ordinals = sorted(reasons)
+    why = {
+        record: reasons[ordinal][document]
+        for ordinal in ordinals[:_MOST_NAMED]
+        for record, document in zip(planned.shard(ordinal), planned.shard_documents(ordinal), strict=True)
+    }
+    named = [(name.decode(), why[record]) for record, _, name in planned.names() if record in why]
+    shown = "; ".join(f"{name!r} ({reason:.100})" for name, reason in named[:_MOST_NAMED])
+    more = "; ..." if len(named) > _MOST_NAMED or len(ordinals) > _MOST_NAMED else ""
+    count = "1 shard holds" if len(ordinals) == 1 else f"{len(ordinals):,} shards hold"
+    return make_error(
+        "E119",
+        f"{count} no record, as all of their documents were skipped: {_listed(ordinals)}, with {shown}{more}; shards "
+        "of a dataset have no gaps in their numbers, so it cannot be published like that, not even where skips are "
+        "allowed: mend the cause and run the workers again without allowing skips, which tries these documents again, "
+        "or plan again without them",
+        path=workshop.place,
+        record=named[0][0],
     )
 
 

@@ -107,8 +107,11 @@ class SharedReceipts:
             return False
         assert receipt is not None
         if receipt.skipped and not allow_skips:
-            self._shared.set_aside(ordinal, data, None)
-            self._shared.drop(receipt)  # sound, and of no use: not worth its bytes
+            if receipt.is_empty:
+                self._shared.set_aside(ordinal, data, receipt)
+            else:
+                self._shared.set_aside(ordinal, data, None)
+                self._shared.drop(receipt)  # sound, and of no use: not worth its bytes
             return False
         return True
 
@@ -119,6 +122,8 @@ class SharedReceipts:
             receipt = decode_receipt(data, key=run.key, ordinal=ordinal, path=self._shared.place)
         except KVFormatError as error:
             return None, error.message.partition(": run `kvformat clean`")[0]
+        if receipt.is_empty:
+            return receipt, None
         size = run.header_size + sum(self._layout.place(record.dims).nbytes for record in receipt.records)
         return receipt, None if receipt.size == size else f"its receipt says {receipt.size} bytes, its records {size}"
 

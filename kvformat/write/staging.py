@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -76,6 +76,9 @@ class SkippedDocument(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Receipt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A finished, durable shard.
 
+    Where all documents of a plan's shard were skipped, there is a receipt without records, and no shard: its size is
+    0, its digest that of no bytes.
+
     Attributes
     ----------
     skipped
@@ -87,6 +90,17 @@ class Receipt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
     sha256: str
     size: int
     skipped: tuple[SkippedDocument, ...] = ()
+
+    @classmethod
+    def without_records(cls, ordinal: int, skipped: Sequence[SkippedDocument]) -> Receipt:
+        """Of a shard all of whose documents were skipped."""
+        nothing = hashlib.sha256().hexdigest()
+        return cls(ordinal=ordinal, records=(), sha256=nothing, size=0, skipped=tuple(skipped))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no shard, as no document of it is stored."""
+        return not self.records
 
     def encode(self) -> bytes:
         """Canonical JSON: integers and hexadecimal digits, members in order. The general encoder is slow at that."""

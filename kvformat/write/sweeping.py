@@ -16,7 +16,7 @@ __all__ = ["sweep"]
 
 _OWNED = re.compile(r".+\.([0-9a-f]{8})\.part|worker-[0-9]+-([0-9a-f]{8})\.json(?:\.part)?")
 _RECEIPT = re.compile(r"([0-9]{8})\.json")
-_SHARD = re.compile(r"([0-9]{8})-[0-9a-f]{16}\.shard")
+_SHARD = re.compile(r"([0-9]{8})(?:-[0-9a-f]{16}\.shard|\.skipped)")
 
 
 def sweep(files: LocalFiles, path: Path, token: str) -> None:

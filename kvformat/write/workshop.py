@@ -35,7 +35,7 @@ from kvformat.write.remote_shared import RemoteShared
 from kvformat.write.remote_workers import find_runs as find_remote
 from kvformat.write.rows import EncodedPart
 from kvformat.write.run import RunIdentity, SameFile, run_differs
-from kvformat.write.shared import Beside, FoundRun, Shared, work_beside
+from kvformat.write.shared import Beside, FoundRun, Shared, refuse_other_plans, work_beside
 from kvformat.write.shared_receipts import SharedReceipts
 from kvformat.write.spool import SpoolFiles, spool_directory
 from kvformat.write.staging import Receipt
@@ -137,6 +137,8 @@ class Workshop:
     def deliver(self, shard: PlannedShard) -> Future[Receipt]:
         """Let a helper thread complete a shard, and bring it where it counts, once there is room for it.
 
+        One all of whose documents were skipped is finished too, by a receipt alone; sealing refuses it.
+
         Returns
         -------
         Future
@@ -146,8 +148,7 @@ class Workshop:
         Raises
         ------
         ConflictError
-            E115 for a shard that is not complete, E119 for one all of whose documents were skipped: nothing of it
-            stays.
+            E115 for a shard that is not complete: nothing of it stays.
         KVFormatError
             What an earlier delivery failed with. The future fails with E112 where another worker's shard holds other
             documents, E200 where the disk is full, and whatever else the storage refuses.
@@ -339,6 +340,8 @@ def open_workshop(
     ------
     DatasetExistsError
         E100 where a dataset is published there.
+    ConflictError
+        E117 where workers of another plan are at work at the same location, or ``kvformat clean`` is.
     IdentityError
         E120 where the staged run is another one, or ``planned`` is not its plan; and, with several workers, where work
         of the same plan by another run is staged beside it. A single worker begins anew then, see
@@ -346,7 +349,7 @@ def open_workshop(
     FormatError
         Whatever a reader would refuse of the manifest.
     KVFormatError
-        E116, E117, E200, E201, E203, E207 to E209.
+        E116, E200, E201, E203, E207 to E209.
     """
     if not 0 <= rank < world_size:
         raise make_error("E081", f"rank must be 0 to world_size - 1, found {rank} of {world_size}")
@@ -366,6 +369,7 @@ def open_workshop(
     )
     if not published:
         _require_free(target)
+    refuse_other_plans(find_runs(target, spool=spool), run.plan, _place(target))
     shared: Shared
     if isinstance(target, Path):
         local = files or LocalFiles()
@@ -377,7 +381,9 @@ def open_workshop(
     try:
         if not published:
             _require_free(target)  # the last ones of a run may have left meanwhile
-        others = work_beside(shared)
+        found = shared.found()
+        refuse_other_plans(found, run.plan, _place(target), since=state)
+        others = work_beside(shared.run, found)
         if others and world_size > 1:
             raise run_differs(list(others[0].differences), others[0].place)
     except BaseException:

@@ -16,6 +16,9 @@ from kvformat.cli.group import EXIT_CODES, Commands
 from kvformat.cli.seal import seal
 from kvformat.storage.remote import Remote
 from kvformat.testing.memory_store import MemoryStore
+from kvformat.write.attach import attach_workshop
+from kvformat.write.sealing import seal as publish
+from kvformat.write.workshop import find_runs
 from tests.cli.datasets import Result
 from tests.cli.sharing import make, opened, saved_plan
 
@@ -79,9 +82,68 @@ def test_it_publishes_and_cleans_up(run: Any, target: Path | Remote, plan: Any, 
     }
     report = kvformat.verify(name_of(target))
     assert (report.ok, report.findings, report.warnings) == (True, (), ())
-    again = run(name_of(target), "--plan", tmp_path / "plan")
-    assert again.code == 3
-    assert "nothing of plan" in again.stderr
+    assert run(name_of(target), "--plan", tmp_path / "plan", "--json") == result
+    saved_plan(tmp_path / "other", first_id=1)
+    saved_plan(tmp_path / "longer", num_records=8)
+    for other in ("other", "longer"):
+        refused = run(name_of(target), "--plan", tmp_path / other)
+        assert (refused.code, refused.stdout) == (3, "")
+        assert refused.stderr.startswith("error [E118]: ")
+
+
+def test_work_that_its_publisher_left_is_removed_by_the_next(
+    run: Any, target: Path | Remote, plan: Any, tmp_path: Path
+) -> None:
+    """Just that which is published: of another run it is nobody's but `kvformat clean`'s."""
+    with opened(target, plan) as workshop:
+        make(workshop, plan, *range(4))
+        publish(workshop, plan)
+    assert len(find_runs(target)) == 1
+    first = run(name_of(target), "--plan", tmp_path / "plan", "--json")
+    assert (first.code, find_runs(target)) == (0, [])
+    with opened(target, plan, tag="other", published=True) as workshop:
+        make(workshop, plan, 1, 2)
+    assert run(name_of(target), "--plan", tmp_path / "plan", "--json") == first
+    with opened(target, plan, tag="other", published=True) as workshop:
+        assert workshop.finished() == {1, 2}
+
+
+def test_published_by_its_workers_meanwhile(
+    run: Any, target: Path | Remote, plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took what was staged away between one look and the next."""
+    with opened(target, plan) as workshop:
+        make(workshop, plan, *range(4))
+
+        def attach(*_: Any, **__: Any) -> Any:
+            publish(workshop, plan)
+            workshop.remove()
+            monkeypatch.undo()
+            if isinstance(target, Remote):
+                monkeypatch.setattr("kvformat.storage.connect.connect", lambda *_: target.store)
+            return attach_workshop(target, plan, spool=tmp_path / "spool")
+
+        monkeypatch.setattr("kvformat.write.attach.attach_workshop", attach)
+        result = run(name_of(target), "--plan", tmp_path / "plan", "--json")
+    assert (result.code, result.json["id"]) == (0, kvformat.open(name_of(target)).id)
+
+
+def test_a_shard_without_records(run: Any, target: Path | Remote, plan: Any, tmp_path: Path) -> None:
+    with opened(target, plan) as workshop:
+        make(workshop, plan, *range(4), skip=(2, 3))
+    for options in ((), ("--allow-skips",)):
+        refused = run(name_of(target), "--plan", tmp_path / "plan", *options)
+        assert (refused.code, refused.stdout) == (3, "")
+        assert refused.stderr.startswith("error [E119]: 1 shard holds no record, as all of their documents were")
+        assert "1, with 'clip-2' ([red]odd); 'clip-3' ([red]odd); " in refused.stderr
+
+
+def test_workers_are_at_work(run: Any, target: Path | Remote, plan: Any, tmp_path: Path) -> None:
+    with opened(target, plan) as workshop:
+        make(workshop, plan, 0)
+        refused = run(name_of(target), "--plan", tmp_path / "plan")
+        assert "missing, with 5 records: 1, 2, 3; 1 worker is at work on them: wait" in refused.stderr
+        assert workshop.finished() == {0}
 
 
 def test_people_read_it_too(run: Any, target: Path | Remote, plan: Any, tmp_path: Path) -> None:

@@ -161,6 +161,91 @@ def test_work_that_nobody_is_at(run, place: Place, plan: Any, tmp_path: Path) ->
     assert "tag: [bold]tag\n" in shown
 
 
+def test_a_plan_before_its_first_worker(run, place: Place, plan: Any, tmp_path: Path) -> None:
+    """Nothing is there: with a plan that is no fault, and leaves nothing."""
+    assert run("status", place.name).code == 3
+    given = ("status", place.name, "--plan", tmp_path / "plan")
+    found = run(*given, "--json").json
+    needed = plan.nbytes + 4 * plan.header_size
+    assert (found["ok"], found["published"], found["staging"]) == (True, None, [])
+    free = found["plan"].pop("free_nbytes")
+    assert found["plan"] == {
+        "digest": plan.digest, "published": None, "differs": None, "begun": False, "num_shards": 4, "num_records": 7,
+        "finished": 0, "needed_nbytes": needed,
+    }  # fmt: skip
+    assert (free is None) == (place.store is not None)
+    shown = run(*given)
+    assert (shown.code, shown.stderr) == (0, "")
+    assert shown.stdout.splitlines()[:2] == [place.name, "not published"]
+    size = shared_work.output.size_text(needed)
+    assert f"\nplan {plan.digest[:16]}: nothing begun, 0 of 4 shards, {size} needed" in shown.stdout
+    assert (" free\n" in shown.stdout) == (place.store is None)
+    assert place.snapshot() == {}
+    assert place.store is not None or not Path(place.name).exists()
+
+
+def test_a_plan_in_a_directory_of_its_own(run, plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ds").mkdir()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("usage", (), {"free": 10}))
+    shown = run("status", tmp_path / "ds", "--plan", tmp_path / "plan").stdout
+    assert "nothing begun, 0 of 4 shards, " in shown
+    assert "    space is short by " in shown
+    (tmp_path / "file").write_bytes(b"")
+    refused = run("status", tmp_path / "file", "--plan", tmp_path / "plan")
+    assert (refused.code, "E001" in refused.stderr) == (3, True)
+
+
+def test_whether_what_is_published_is_the_plan(run, place: Place, plan: Any, tmp_path: Path) -> None:
+    with opened(place.target, plan) as workshop:
+        make(workshop, plan, *range(4), skip=(2,))
+        begun = run("status", place.name, "--plan", tmp_path / "plan", "--json").json["plan"]
+        assert (begun["begun"], begun["finished"], begun["needed_nbytes"], begun["published"]) == (True, 4, 0, None)
+        assert "\nplan " not in run("status", place.name, "--plan", tmp_path / "plan").stdout
+        seal(workshop, plan, allow_skips=True)
+        workshop.remove()
+    found = run("status", place.name, "--plan", tmp_path / "plan", "--json").json["plan"]
+    assert (found["published"], found["differs"], found["finished"], found["needed_nbytes"]) == (True, None, 4, 0)
+    shown = run("status", place.name, "--plan", tmp_path / "plan").stdout
+    assert f"plan {plan.digest[:16]}: this is what is published\n" in shown
+    for name, options, differs in [
+        ("other", {"first_id": 1}, "its record 'clip-0' is of another document"),
+        ("longer", {"num_records": 8}, "it has 6 names, the plan 7"),
+    ]:
+        other = saved_plan(tmp_path / name, **options)
+        found = run("status", place.name, "--plan", tmp_path / name, "--json").json["plan"]
+        assert (found["published"], found["differs"], found["begun"]) == (False, differs, False)
+        shown = run("status", place.name, "--plan", tmp_path / name)
+        assert shown.code == 0
+        said = f"plan {other.digest[:16]}: what is published is not this plan: {differs}\n"
+        assert said in shown.stdout
+    assert "plan" not in run("status", place.name, "--json").json
+
+
+def test_staged_work_of_another_plan_is_told_apart(run, place: Place, plan: Any, tmp_path: Path) -> None:
+    saved_plan(tmp_path / "other", first_id=1)
+    with opened(place.target, plan) as workshop:
+        make(workshop, plan, 0)
+        given = ("status", place.name, "--plan")
+        assert "staged work, live" in run("status", place.name).stdout
+        assert "staged work, live" in run(*given, tmp_path / "plan").stdout
+        shown = run(*given, tmp_path / "other").stdout
+    assert "staged work of another plan, live" in shown
+    assert "nothing begun, 0 of 4 shards" in shown
+    for name, mine in [("plan", True), ("other", False)]:
+        found = run(*given, tmp_path / name, "--json").json
+        assert ([one["of_plan"] for one in found["staging"]], found["plan"]["begun"]) == ([mine], mine)
+    assert run("status", place.name, "--json").json["staging"][0]["of_plan"] is None
+
+
+def test_a_shard_without_records_is_finished(run, place: Place, plan: Any, tmp_path: Path) -> None:
+    with opened(place.target, plan) as workshop:
+        make(workshop, plan, 0, 1, skip=(2, 3))
+    (work,) = run("status", place.name, "--json").json["staging"]
+    assert (work["shards"], work["shared"]["finished"], work["shared"]["missing"]) == (2, 2, 2)
+    shards = [data for name, data in place.snapshot().items() if name.endswith((".shard", ".safetensors"))]
+    assert work["nbytes"] == sum(map(len, shards))
+
+
 def test_a_dead_worker_is_shown_as_such(run, place: Place, plan: Any, clock: Callable[[float], None]) -> None:
     """On this machine a lock tells, elsewhere only time."""
     here, there = opened(place.target, plan), opened(place.target, plan, rank=1, world_size=2)

@@ -16,6 +16,7 @@ from kvformat.testing.faults import FaultyFiles
 from kvformat.testing.memory_store import MemoryStore
 from kvformat.testing.recording import MODES, RecordingFiles, existing, replay, tear
 from kvformat.write.receipt_file import decode_receipt
+from kvformat.write.sealing import seal
 from kvformat.write.spool import SpoolFiles
 from tests.reliability import small
 from tests.reliability.working import finish
@@ -49,7 +50,7 @@ def check_receipts(location, plan):
     found = sorted(staging.glob("[0-9]" * 8 + ".json"))
     for path in found:
         receipt = decode_receipt(path.read_bytes(), key=run.key, ordinal=int(path.stem), path=path)
-        shard = staging / f"{path.stem}-{receipt.sha256[:16]}.shard"
+        shard = staging / f"{path.stem}{'.skipped' if receipt.is_empty else f'-{receipt.sha256[:16]}.shard'}"
         assert hashlib.sha256(shard.read_bytes()).hexdigest() == receipt.sha256
     return len(found)
 
@@ -129,6 +130,36 @@ def test_a_receipt_is_durable_only_after_its_shard(tmp_path, plan):
             if not (target / "sets" / "ds" / "kvformat.json").exists():
                 check_receipts(target / "sets" / "ds", plan)
             shutil.rmtree(target)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_crash_beside_a_shard_without_records(tmp_path, plan, identity, mode):
+    """What is finished is finished, records or not; tried again, all of it is published. Any warning is an error."""
+    base = tmp_path / "base"
+    base.mkdir()
+    files = RecordingFiles(base)
+    with opened(base / "sets" / "ds", plan, files=files) as workshop:
+        make(workshop, plan, [1, 3, 0], skip=[2, 3, 5])
+    operations, found = files.operations, []
+    for count in range(0, len(operations) + 1, 3):
+        target = tmp_path / f"{mode}-{count}"
+        replay(operations[:count], target, mode, seed=count)
+        location = target / "sets" / "ds"
+        receipts = check_receipts(location, plan)
+        with opened(location, plan, files=small.Unsynced()) as workshop:
+            finished = workshop.finished()
+            assert len(finished) == receipts
+            assert all(workshop.check(ordinal) for ordinal in finished)
+            assert {ordinal for ordinal, one in workshop.receipts() if one is not None} == finished
+            again = {ordinal for ordinal in finished if not workshop.check(ordinal, allow_skips=False)}
+            assert again == finished & {1}
+            make(workshop, plan, set(range(plan.num_shards)) - workshop.finished())
+            assert seal(workshop, plan) == identity
+            workshop.remove()
+        assert not (location / ".staging").exists()
+        found.append(finished)
+        shutil.rmtree(target)
+    assert {frozenset(), frozenset({1})} <= set(found)
 
 
 @pytest.mark.parametrize("seed", range(3))

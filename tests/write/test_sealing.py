@@ -53,6 +53,27 @@ def test_what_is_missing_is_counted_and_named(target, options, plan):
         assert workshop.root() is None
 
 
+def test_beside_live_workers_nobody_is_told_to_run_them(target, options, plan):
+    with opened(target, plan, rank=1, world_size=3, **options) as workshop:
+        make(workshop, plan, [1])
+        for count in ("1 worker is", "2 workers are"):
+            with attach_workshop(target, plan, **options) as sealer, pytest.raises(kvformat.ConflictError) as caught:
+                seal(sealer, plan)
+            assert caught.value.code == "E119"
+            assert f"3 of 4 shards are missing, with 5 records: 0, 2, 3; {count} at work" in caught.value.message
+            assert "wait" in caught.value.message
+            assert "run the workers" not in caught.value.message
+            if count == "1 worker is":
+                second = opened(target, plan, rank=2, world_size=3, **options)
+        second.close()
+    with (
+        attach_workshop(target, plan, **options) as sealer,
+        attach_workshop(target, plan, **options),  # who seals makes nothing
+        pytest.raises(kvformat.ConflictError, match="run the workers of this plan again"),
+    ):
+        seal(sealer, plan)
+
+
 def test_many_missing_ones_are_not_all_named(tmp_path):
     plan = SmallPlan(60)
     with opened(tmp_path / "ds", plan) as workshop, pytest.raises(kvformat.ConflictError) as caught:
@@ -204,8 +225,35 @@ def test_nothing_to_attach_to(target, options, plan):
     with pytest.raises(kvformat.ConflictError) as caught:
         attach_workshop(target, plan, **options)
     assert caught.value.code == "E119"
-    with opened(target, SmallPlan(first_id=1), **options), pytest.raises(kvformat.ConflictError):
+    with opened(target, SmallPlan(first_id=1), **options), pytest.raises(kvformat.ConflictError) as caught:
         attach_workshop(target, plan, **options)
+    assert caught.value.code == "E119"
+
+
+def test_nothing_is_published_while_workers_of_another_plan_live(target, options, plan):
+    other = SmallPlan(first_id=1)
+    with opened(target, plan, **options) as workshop:
+        work(workshop, plan)
+        staged = workshop.place
+    with opened(target, other, **options) as workshop, pytest.raises(kvformat.ConflictError) as caught:
+        attach_workshop(target, plan, **options)
+    assert caught.value.code == "E117"
+    with attach_workshop(target, plan, **options) as workshop:
+        assert workshop.place == staged
+        seal(workshop, plan)
+
+
+def test_many_shards_without_records_are_not_all_named(tmp_path):
+    plan = SmallPlan(60)
+    with opened(tmp_path / "ds", plan) as workshop:
+        make(workshop, plan, range(30), skip=range(4, 60))
+        with pytest.raises(kvformat.ConflictError) as caught:
+            seal(workshop, plan, allow_skips=True)
+    message = caught.value.message
+    assert "28 shards hold no record, as all of their documents were skipped: 2, 3, 4, 5, 6, 7, 8, 9" in message
+    assert "11, ..., with 'clip-4' (record 4 is odd); " in message
+    assert "'clip-13' (record 13 is odd); ...; shards" in message
+    assert "clip-14" not in message
 
 
 def test_of_several_runs_the_complete_one_is_attached_to(target, options, plan):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import threading
 import warnings
@@ -17,9 +18,10 @@ from kvformat.storage.lease import DirectoryLease
 from kvformat.testing.memory_store import MemoryStore
 from kvformat.write import joining
 from kvformat.write.receipt_file import decode_receipt, encode_receipt
+from kvformat.write.run import differences
 from kvformat.write.sealing import seal
 from kvformat.write.spool import spools
-from kvformat.write.staging import SkippedDocument
+from kvformat.write.staging import Receipt, SkippedDocument
 from kvformat.write.workshop import find_runs
 from tests.write.make import tree
 from tests.write.planning import COVERED, SmallPlan, fill, make, opened, remote, run_of, simple, work
@@ -254,15 +256,114 @@ def test_one_shard_is_begun_once_by_a_worker(place, plan):
         workshop.begin(0)
 
 
-def test_all_of_a_shard_skipped_is_refused(place, plan):
+def test_a_shard_without_records_is_finished_and_not_published(place, plan, tmp_path):
+    """Work goes on after it; sealing names it, with skips allowed too, and a run that allows none tries it again."""
     with place.opened(plan) as workshop:
         shard = fill(workshop.begin(1), plan, skip=[2, 3])
-        with pytest.raises(kvformat.ConflictError) as caught:
-            workshop.deliver(shard)
-        assert caught.value.code == "E119"
-        assert "record 2 is odd" in caught.value.message
+        receipt = workshop.deliver(shard).result(60)
+        assert receipt == Receipt.without_records(1, receipt.skipped)
+        assert [one.reason for one in receipt.skipped] == ["record 2 is odd", "record 3 is odd"]
+        assert (receipt.size, receipt.records, receipt.sha256) == (0, (), hashlib.sha256(b"").hexdigest())
         assert not shard.path.exists()
+        assert place.shards() == []
+        assert workshop.finished() == {1}
+        make(workshop, plan, [0, 2, 3])
+        assert [None if one is None else one.size > 0 for _, one in workshop.receipts()] == [True, False, True, True]
+        for allow_skips in (False, True):
+            with pytest.raises(kvformat.ConflictError) as caught:
+                seal(workshop, plan, allow_skips=allow_skips)
+            assert caught.value.code == "E119"
+            for said in (
+                "1 shard holds no record",
+                "skipped: 1, with 'clip-2' (record 2 is odd); 'alias-of-2' (record 2 is odd); 'clip-3' (record 3 is",
+                "not even where skips are allowed",
+                "without allowing skips, which tries these documents again, or plan again without them",
+            ):
+                assert said in caught.value.message, caught.value.message
+        assert caught.value.record == "clip-2"
+        assert workshop.root() is None
+    with place.opened(plan) as workshop:
+        assert workshop.finished() == frozenset(range(4))
+        assert workshop.check(1)
+        assert not workshop.check(1, allow_skips=False)
+        assert not workshop.check(1)
+        assert workshop.finished() == {0, 2, 3}
+        assert not [name for name in place.names() if name.endswith((".skipped", ".bad"))]
+        make(workshop, plan, [1])
+        assert seal(workshop, plan) == simple(tmp_path / "simple", plan)
+        workshop.remove()
+    assert not [name for name in place.names() if name.startswith(".staging")]
+
+
+def test_missing_shards_are_named_before_those_without_records(place, plan):
+    with place.opened(plan) as workshop:
+        make(workshop, plan, [0, 1], skip=[2, 3])
+        with pytest.raises(kvformat.ConflictError, match=r"2 of 4 shards are missing, with 3 records: 2, 3;"):
+            seal(workshop, plan, allow_skips=True)
+
+
+@pytest.mark.parametrize("first", ["records", "none"])
+def test_twins_one_of_which_has_no_records(place, plan, first):
+    with place.opened(plan) as one, place.opened(plan) as other:
+        early, late = one.begin(1), other.begin(1)
+        skips = ([], [2, 3]) if first == "records" else ([2, 3], [])
+        counts = one.deliver(fill(early, plan, skip=skips[0])).result(60)
+        assert counts.is_empty == (first == "none")
+        assert other.deliver(fill(late, plan, skip=skips[1])).result(60) == counts
+        assert other.finished() == {1}
+        assert other.check(1)
+        assert len(place.shards()) == (1 if first == "records" else 0)
+
+
+def test_a_receipt_without_records_alone_is_not_trusted(plan, tmp_path):
+    """Its mark is durable before it; a mark without a receipt is swept, and keeps nothing out."""
+    place = Place("local", tmp_path)
+    with place.opened(plan) as workshop:
+        make(workshop, plan, [1], skip=[2, 3])
+        (mark,) = [name for name in place.names() if name.endswith(".skipped")]
+        place.delete(mark)
         assert workshop.finished() == frozenset()
+        with pytest.warns(KVFormatWarning, match="W006"):
+            make(workshop, plan, [1], skip=[2, 3])
+        assert workshop.finished() == {1}
+        place.delete(place.receipt(plan, 1))
+        assert workshop.finished() == frozenset()
+    with place.opened(plan) as workshop:
+        assert mark not in place.names()
+        make(workshop, plan, range(4))
+        assert len(place.shards()) == 4
+
+
+def test_what_another_worker_made_without_records_meanwhile_stays(place, plan, monkeypatch):
+    """Only the receipt that was looked at goes, and what belongs to it."""
+    with place.opened(plan) as workshop, place.opened(plan) as other:
+        make(workshop, plan, [1], skip=[2, 3])
+        set_aside = workshop._shared.set_aside
+
+        def then_made(*args):
+            set_aside(*args)
+            make(other, plan, [1], skip=[2, 3])
+
+        monkeypatch.setattr(workshop._shared, "set_aside", then_made)
+        assert not workshop.check(1, allow_skips=False)
+        assert workshop.finished() == {1}
+        assert workshop.check(1)
+
+
+def test_a_receipt_without_records_is_of_this_very_form(plan):
+    skipped = tuple(SkippedDocument(document=f"{n:064}", reason="odd") for n in range(2))
+    receipt = Receipt.without_records(3, skipped)
+    assert decode_receipt(encode_receipt(receipt, key="k"), key="k", ordinal=3, path="") == receipt
+    for odd in (replace(receipt, skipped=()), replace(receipt, size=1), replace(receipt, sha256="0" * 64)):
+        data = encode_receipt(odd, key="k")
+        assert code_of(decode_receipt, data, key="k", ordinal=3, path="") == "E116"
+
+
+def test_finished_shards_without_records_are_known_by_their_names(place, plan, monkeypatch):
+    with place.opened(plan) as workshop:
+        make(workshop, plan, [1], skip=[2, 3])
+        monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
+        assert workshop.finished() == {1}
 
 
 # ------------------------------------------------------------------------------------------------- looking at it again
@@ -449,6 +550,45 @@ def test_a_worker_of_another_run_is_told_in_what_it_differs(place, plan):
         assert len(spools(place.spool)) == (0 if place.kind == "local" else 1)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        (
+            '{"device":"cuda","threads":4}',
+            '{"device":"cpu","threads":8}',
+            ["tag.device ('cuda' here, 'cpu' there)", "tag.threads (4 here, 8 there)"],
+        ),
+        (
+            '{"tag":"{\\"device\\":\\"cuda\\"}","values":"ab"}',
+            '{"tag":"{\\"device\\":\\"cpu\\"}","values":"cd"}',
+            ["tag.device ('cuda' here, 'cpu' there)", "tag.values ('ab' here, 'cd' there)"],
+        ),
+        (
+            '{"tag":"mine","values":"ab"}',
+            '{"tag":"","values":"ab"}',
+            ["tag.tag ('mine' here, '' there)"],
+        ),
+        (
+            '{"tag":"{}","values":"ab"}',
+            "x",
+            [
+                "tag (absent here, 'x' there)",
+                "tag.tag ('{}' here, absent there)",
+                "tag.values ('ab' here, absent there)",
+            ],
+        ),
+        ('{"tag":"{\\"a\\":1}"}', '{"a":1}', ['tag (\'{"tag":"{\\\\"a\\\\":1}"}\' here, \'{"a":1}\' there)']),
+        ("[1]", "{ }", ["tag ('[1]' here, '{ }' there)"]),
+        ("{}", "", ["tag ('{}' here, '' there)"]),
+    ],
+)
+def test_the_members_of_tags_are_named(plan, ours, theirs, said):
+    found = differences(run_of(plan, tag=ours), run_of(plan, tag=theirs))
+    assert [one for one in found if one.startswith("tag")] == said
+    assert len([one for one in found if not one.startswith("tag")]) == 0
+    assert differences(run_of(plan, tag=ours), run_of(plan, tag=ours)) == []
+
+
 def test_a_plan_is_the_one_of_the_run(place, plan):
     other = SmallPlan(first_id=1)
     with pytest.raises(kvformat.IdentityError) as caught:
@@ -514,12 +654,97 @@ def test_work_of_another_run_of_the_plan(place, plan, tmp_path, left):
         other.close()
 
 
-def test_work_of_another_plan_is_nobody_elses_business(place, plan):
+def test_abandoned_work_of_another_plan_is_nobody_elses_business(place, plan):
     with place.opened(SmallPlan(first_id=5)) as other:
         make(other, SmallPlan(first_id=5), [0])
-        with place.opened(plan, rank=1, world_size=2) as workshop:
-            assert workshop.beside == ()
-            assert workshop.finished() == frozenset()
+    with place.opened(plan, rank=1, world_size=2) as workshop:
+        assert workshop.beside == ()
+        assert workshop.finished() == frozenset()
+
+
+@pytest.mark.parametrize("phase", ["start", "seal"])
+def test_another_plan_that_is_being_made_is_refused(place, plan, phase):
+    """At once, and nothing is left of who was refused."""
+    other = SmallPlan(first_id=5)
+    with place.opened(other, rank=1, world_size=2) as workshop:
+        make(workshop, other, [0])
+        before = place.names()
+        with pytest.raises(kvformat.ConflictError) as caught:
+            place.opened(plan, phase=phase)
+        assert caught.value.code == "E117"
+        for said in (other.digest[:16], plan.digest[:16], f"worker 1 of 2 ({workshop.state.host}, pid {os.getpid()})",
+                     "wait for it to end, stop it, or choose another location"):  # fmt: skip
+            assert said in caught.value.message, caught.value.message
+        assert place.names() == before
+        assert len(spools(place.spool)) == (0 if place.kind == "local" else 1)
+        with place.opened(other) as second:
+            assert second.finished() == {0}
+    with place.opened(plan):
+        pass
+
+
+@pytest.mark.parametrize("earlier", ["this", "other"])
+def test_of_two_plans_that_begin_at_once_the_first_one_stays(place, plan, monkeypatch, earlier):
+    """Neither saw the other when it looked first."""
+    from kvformat.write import workshop as module
+
+    other, real, inner = SmallPlan(first_id=5), module.find_runs, []
+    started = {"this": 1000.0, "other": 1001.0} if earlier == "this" else {"this": 1001.0, "other": 1000.0}
+
+    def find(target, **options):
+        found = real(target, **options)
+        if not inner:
+            inner.append(None)
+            inner[0] = place.opened(other, clock=lambda: started["other"])
+        return found
+
+    monkeypatch.setattr(module, "find_runs", find)
+    if earlier == "this":
+        with place.opened(plan, clock=lambda: started["this"]) as workshop:
+            make(workshop, plan, [0])
+    else:
+        assert code_of(place.opened, plan, clock=lambda: started["this"]) == "E117"
+    inner[0].close()
+
+
+def test_plans_that_begin_at_once_are_not_both_refused(place, plan, monkeypatch):
+    """Both look, then both speak, then both look again, and neither leaves before the other has decided."""
+    from kvformat.write import workshop as module
+
+    both, real, results = threading.Barrier(2), module.refuse_other_plans, []
+    shared = module.LocalShared if place.kind == "local" else module.RemoteShared
+    found = shared.found
+
+    def refuse(*args, **options):
+        real(*args, **options)
+        if "since" not in options:
+            both.wait(60)
+
+    def look(self):
+        both.wait(60)
+        seen = found(self)
+        both.wait(60)
+        return seen
+
+    def begin(one):
+        workshop = None
+        try:
+            workshop = place.opened(one)
+            results.append(None)
+        except KVFormatError as error:
+            results.append(error.code)
+        both.wait(60)
+        if workshop is not None:
+            workshop.close()
+
+    monkeypatch.setattr(module, "refuse_other_plans", refuse)
+    monkeypatch.setattr(shared, "found", look)
+    threads = [threading.Thread(target=begin, args=(one,)) for one in (plan, SmallPlan(first_id=5))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(results, key=str) == ["E117", None]
 
 
 def test_a_published_dataset_is_no_workshop(place, plan):
