@@ -52,7 +52,7 @@ Part = Literal["writer", "model", "processes"]
 MODEL = Path(".models/smollm2")
 INFLIGHT_NBYTES = 256 << 20
 LENGTHS = (64, 160, 256)
-BATCH_TOKENS = 1024
+BATCH_TOKENS = 512
 
 
 # ----------------------------------------------------------------------------------------------- what is extracted
@@ -270,11 +270,11 @@ def measure_model(model: Path, path: Path, *, rounds: int, count: int) -> list[B
     home = path / "model"
     times: list[PipelineTimes] = []
 
-    def forward(_: Sequence[None]) -> int:
+    def forward(_: Sequence[int]) -> int:
         bare_forward(decoder, groups)
         return nbytes
 
-    def results(_: Sequence[None]) -> int:
+    def results(_: Sequence[int]) -> int:
         for group in groups:
             extractor.extract([one.document for one in group])
         return nbytes
@@ -282,7 +282,7 @@ def measure_model(model: Path, path: Path, *, rounds: int, count: int) -> list[B
     def fresh() -> None:
         shutil.rmtree(home, ignore_errors=True)
 
-    def whole(_: Sequence[None]) -> int:
+    def whole(_: Sequence[int]) -> int:
         times.append(extract(home, extractor, groups))
         return nbytes
 
@@ -294,13 +294,13 @@ def measure_model(model: Path, path: Path, *, rounds: int, count: int) -> list[B
             name=piped, run=whole, cache="-", before=fresh, verify="SHA-256, XXH3, finite", note="until durable"
         ),
     ]
-    found = alternate(contenders, rounds=rounds, work=lambda _: [None], warmup=1)
+    found = alternate(contenders, rounds=rounds, work=lambda _: range(tokens), warmup=1)
     fresh()
     title = (
         f"extraction of {tokens:,} tokens, {sum(map(len, groups))} documents in {len(groups)} batches, "
         f"{loaded.dtype}, {torch.get_num_threads()} threads, {nbytes / 1e6:.0f} MB"
     )
-    print_table(title, found, against=[bare], unit="GB/s")
+    print_table(title, found, against=[bare], unit="us", note="us a token")
     print_notes(contenders)
     print_times(times)
     by_name = {series.contender.name: series for series in found}
@@ -417,6 +417,9 @@ def _tasks(path: Path, what: str, shares: Sequence[tuple[int, int]]) -> list[dic
     return tasks
 
 
+_LIMITS = (("raw", 2), ("pipeline", 1))
+
+
 def _print_processes(
     shape: Shape, nbytes: int, found: Mapping[tuple[str, int], Sequence[tuple[float, float]]]
 ) -> list[Bar]:
@@ -425,29 +428,28 @@ def _print_processes(
         ["processes", "median GB/s", "p25 - p75", "processors busy", "x one process"],
         caption="raw: one file each, written and synced; until durable",
     )
-    gain = {}
+    gain = 1.0
     for what, verify in (("raw", "none"), ("pipeline", "SHA-256, XXH3, finite")):
-        gain[what] = statistics.median(
-            one / two for (one, _), (two, _) in zip(found[what, 1], found[what, 2], strict=True)
-        )
+        gain = statistics.median(one / two for (one, _), (two, _) in zip(found[what, 1], found[what, 2], strict=True))
         for count in (1, 2):
             low, middle, high = quartiles([nbytes / seconds / 1e9 for seconds, _ in found[what, count]])
             busy = statistics.median(cpu / seconds for seconds, cpu in found[what, count])
             name = "raw write + fsync" if what == "raw" else "pipeline, copy for a model"
-            ratio = f"{gain[what]:.2f}" if count == 2 else "1"
+            ratio = f"{gain:.2f}" if count == 2 else "1"
             table.add_row(
                 name, verify, "-", str(count), f"{middle:.2f}", f"{low:.2f} - {high:.2f}", f"{busy:.2f}", ratio
             )
     out = console()
     out.print(table)
     out.print()
-    allowed = min(1.6, gain["raw"])
+    disk, one = (statistics.median(nbytes / seconds / 1e9 for seconds, _ in found[key]) for key in _LIMITS)
+    target = min(1.6, disk / one)
     return [
         Bar(
             what=f"{shape.name}: two processes against one, a copy for a model",
-            target=f">= 1.60 where the disk allows it; bare writers: {gain['raw']:.2f}",
-            found=f"{gain['pipeline']:.2f}",
-            met=gain["pipeline"] >= allowed,
+            target=f">= {target:.2f}: 1.6, or what the disk allows, {disk:.2f} GB/s by two bare writers",
+            found=f"{gain:.2f}",
+            met=gain >= target,
         )
     ]
 
@@ -461,6 +463,9 @@ def main(
     shape: Annotated[list[str] | None, typer.Option(help="large or small; both when absent.")] = None,
     fraction: Annotated[float, typer.Option(help="Part of the records, for a trial run.")] = 1.0,
     model: Annotated[Path, typer.Option(help="Directory of the model.")] = MODEL,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads the model computes with; torch's choice when absent.")
+    ] = None,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
     *,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the data under .bench/.")] = False,
@@ -469,14 +474,14 @@ def main(
     if child is not None:
         in_child(json.loads(child))
         return
-    threads = torch.get_num_threads()
+    threads = threads or torch.get_num_threads()
     bars: list[Bar] = []
     with workspace("extraction", keep=keep) as path:
         print_facts(path)
         for chosen in part or PARTS:
             if chosen == "model":
                 torch.set_num_threads(threads)
-                bars += measure_model(model, path, rounds=rounds, count=max(8, int(64 * fraction)))
+                bars += measure_model(model, path, rounds=rounds, count=max(4, int(96 * fraction)))
                 continue
             torch.set_num_threads(1)  # copies as the bare operations do them
             for name in shape or list(SHAPES):

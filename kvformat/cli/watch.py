@@ -21,6 +21,7 @@ _PHASES = {
     "check": "trying batches",
     "extract": "extracting",
     "wait": "waiting for other workers",
+    "prove": "hashing shards of an earlier run",
     "publish": "publishing",
 }
 

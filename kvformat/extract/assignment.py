@@ -1,10 +1,12 @@
-"""Which shard a worker makes next. Pure: workers that look at the same facts need not talk to each other."""
+"""Which shard a worker makes next. Workers that look at the same facts need not talk to each other."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
-__all__ = ["next_shard"]
+from kvformat.write.worker_state import STALE_S, WorkerState
+
+__all__ = ["Movement", "next_shard"]
 
 _WORTH_REPEATING = 0.5
 
@@ -32,3 +34,32 @@ def next_shard(missing: Collection[int], in_hand: Mapping[int, float], *, rank: 
         return free[-1 - rank % len(free)]  # two idle workers seldom take the same
     slow = sorted((in_hand[ordinal], ordinal) for ordinal in begun if in_hand[ordinal] < _WORTH_REPEATING)
     return slow[rank % len(slow)][1] if slow else None
+
+
+class Movement:
+    """Which other workers get on. One that hangs may live, and say so for ever: what it has in hand stands still.
+
+    Goes by what this worker sees and when, as the clocks of others may differ from its own.
+
+    Parameters
+    ----------
+    clock
+        Seconds that only grow.
+    patience_s
+        How long one may stand still.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, patience_s: float = STALE_S) -> None:
+        self._clock = clock
+        self._patience_s = patience_s
+        self._seen: dict[str, tuple[tuple[object, ...], float]] = {}  # by token: how far it was, and since when
+
+    def gets_on(self, state: WorkerState) -> bool:
+        """Whether a worker got on since it was looked at first, or that is a short while ago."""
+        now = self._clock()
+        far = state.phase, state.shard, state.shard_records, state.num_shards, state.num_tokens
+        before, since = self._seen.get(state.token, (None, now))
+        if before != far:
+            since = now
+            self._seen[state.token] = far, now
+        return now - since < self._patience_s

@@ -6,9 +6,12 @@ import threading
 from collections import deque
 from typing import Generic, TypeVar
 
-__all__ = ["Handover"]
+__all__ = ["LISTEN_S", "Handover"]
 
 T = TypeVar("T")
+
+LISTEN_S = 0.2
+"""How long the main thread waits at a time: a signal that comes just before a wait is noticed only when it ends."""
 
 
 class Handover(Generic[T]):
@@ -42,7 +45,8 @@ class Handover(Generic[T]):
             What the taking thread failed with.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._has_room(nbytes))
+            while not self._changed.wait_for(lambda: self._failure is not None or self._has_room(nbytes), LISTEN_S):
+                pass
             self._raise_failure()
             self._nbytes += nbytes
 

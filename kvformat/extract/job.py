@@ -324,12 +324,15 @@ def _work(
     try:
         with open_worker(extractor, plan, target, work, report=report, **more) as worker:
             worker.make()
-            worker.publish()
+            while worker.publish() is None:
+                worker.make()
     except DatasetExistsError:
         found = open_dataset(target)
         _check_same(found, plan)
-        check_comparable(found, "unknown" if extractor.context.kind == "unknown" else "derive")
-        check_context(found, extractor)
+        # A worker that comes late has no means to compare an unknown context: its plan is that of the others.
+        if work.world.size == 1 or extractor.context.kind != "unknown":
+            check_comparable(found, "unknown" if extractor.context.kind == "unknown" else "derive")
+            check_context(found, extractor)
         return found
     found = open_dataset(target)
     if work.world.size > 1:  # another worker may have published it, and not of this plan

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kvformat.errors import KVFormatError, make_error
-from kvformat.extract.handover import Handover
+from kvformat.extract.handover import LISTEN_S, Handover
 from kvformat.extract.meter import PipelineMeter, PipelineTimes
 from kvformat.extract.refused import OnError, is_of_document, skip_reason, with_records
 from kvformat.interfaces import Extracted, Extractor
@@ -170,19 +170,19 @@ class _Run(Generic[P, T]):
             self._compute_all(groups)
             self._on_the_way.end()
             with self._blocked():
-                thread.join()
+                _join(thread)
+            self._on_the_way.check()
         except BaseException:
             self._on_the_way.stop()
             try:
                 self._sink.stop()
             finally:
                 if thread.ident is not None:  # an interrupt may come before it has begun
-                    thread.join()
+                    _join(thread)
             raise
         finally:
             if self._copy is not None:
                 self._copy.close()
-        self._on_the_way.check()
 
     # -- the calling thread
 
@@ -194,14 +194,11 @@ class _Run(Generic[P, T]):
             if group is None:
                 return
             if group:
-                tokens = sum(planned.document.num_tokens for planned in group)
-                expected = int(tokens * self._token_nbytes)
+                expected = int(sum(planned.document.num_tokens for planned in group) * self._token_nbytes)
                 with self._blocked():
                     self._on_the_way.reserve(expected)
                 items = self._computed(group)
-                nbytes = items[-1].nbytes
-                self._token_nbytes = nbytes / tokens
-                self._on_the_way.put(items, reserved=expected, nbytes=nbytes)
+                self._on_the_way.put(items, reserved=expected, nbytes=items[-1].nbytes)
 
     def _blocked(self) -> AbstractContextManager[None]:
         """Measures a wait of the model, unless the device does."""
@@ -211,28 +208,26 @@ class _Run(Generic[P, T]):
     def _computed(self, group: Sequence[P]) -> list[_Item[P]]:
         results = self._results(group)
         found = [result for result in results if isinstance(result, Extracted)]
-        nbytes = sum(_nbytes(one) for one in found)
-        if self._copy is None:
-            sent = []
-        elif self._copy.device_timed:
-            sent = self._copy.send(found)
-        else:
-            with self._meter.during("copy"):
-                sent = self._copy.send(found)
-        arriving = iter(sent)
+        sent = iter(self._send(found))
         items: list[_Item[P]] = []
         for planned, result in zip(group, results, strict=True):
-            there = isinstance(result, Extracted)
-            last = len(items) == len(group) - 1  # a group's tensors may share their memory
-            items.append(
-                _Item(
-                    planned,
-                    next(arriving) if there else None,
-                    None if isinstance(result, Extracted) else result,
-                    nbytes if last else 0,
-                )
-            )
+            if isinstance(result, Extracted):
+                items.append(_Item(planned, next(sent), None, 0))
+            else:
+                items.append(_Item(planned, None, result, 0))
+        nbytes = sum(map(_nbytes, found))
+        if found:
+            self._token_nbytes = nbytes / (len(found) * group[0].document.num_tokens)
+        # The tensors of a group may share their memory, which is there until the last of them is stored.
+        items[-1] = items[-1]._replace(nbytes=nbytes)
         return items
+
+    def _send(self, found: Sequence[Extracted]) -> Sequence[Sent]:
+        copy = self._copy
+        if copy is None:  # nothing was ever computed
+            return ()
+        with nullcontext() if copy.device_timed else self._meter.during("copy"):
+            return copy.send(found)
 
     def _results(self, group: Sequence[P]) -> list[Extracted | KVFormatError]:
         """What the model gives for each document, or why it is left out."""
@@ -328,6 +323,11 @@ class _Run(Generic[P, T]):
         finally:
             copy.release(sent)
         return None
+
+
+def _join(thread: threading.Thread) -> None:
+    while thread.is_alive():
+        thread.join(LISTEN_S)
 
 
 def _nbytes(found: Extracted) -> int:

@@ -8,7 +8,7 @@ from kvformat.extract.meter import PipelineTimes
 
 __all__ = ["Phase", "Progress", "Silent"]
 
-Phase = Literal["read", "load", "identify", "check", "extract", "wait", "publish"]
+Phase = Literal["read", "load", "identify", "check", "extract", "wait", "prove", "publish"]
 """What a job is at, in this order; what it has no need of is left out. See :meth:`Progress.phase`."""
 
 
@@ -19,7 +19,8 @@ class Progress(Protocol):
         """A phase begins; ``extract`` says how many tokens and bytes of payload the whole dataset will have.
 
         ``load`` includes hashing the weights where a context is derived; ``identify`` is the same for an unknown one.
-        ``check`` computes a few documents together and alone. In ``wait`` other workers are at what is left.
+        ``check`` computes a few documents together and alone. In ``wait`` other workers are at what is left;
+        ``prove`` looks again at shards of an earlier run, of workers that are not there.
         """
 
     def advance(self, *, tokens: int, nbytes: int, computed: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -12,13 +14,19 @@ from kvformat.errors import KVFormatError, make_error
 
 __all__ = ["Prepare", "Work", "run_with_ray"]
 
-Work = Callable[[Sequence[int]], object]
-"""Extracts shards, given their ordinals, and leaves them staged."""
+Work = Callable[[Sequence[int]], Any]
+"""Extracts shards, given their ordinals, and leaves them staged. What it gives back, ``on_done`` is told: has to
+pickle."""
 
 Prepare = Callable[[], Work]
 """Makes a :data:`Work` in a worker process: loads the model, opens the plan. Has to pickle."""
 
 _LISTED = 8
+_ANSWER_S = 5.0
+_NOT_CONNECTED = "check --ray-address or RAY_ADDRESS, host:port of the cluster's head, and that the cluster runs"
+# The first bytes of either side of an HTTP/2 connection, of which Ray's protocol makes use: a frame of settings.
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_SETTINGS = 4
 
 
 def run_with_ray(
@@ -30,7 +38,7 @@ def run_with_ray(
     num_workers: int | None = None,
     address: str | None = None,
     most_failures: int = 3,
-    on_done: Callable[[int], object] | None = None,
+    on_done: Callable[[int, Any], object] | None = None,
 ) -> None:
     """Have Ray workers extract shards, a task a shard.
 
@@ -51,11 +59,11 @@ def run_with_ray(
     num_workers
         Workers at most; as many as the cluster has room for when absent, which leaves nothing to an autoscaler.
     address
-        Of a cluster.
+        Of a cluster: ``host:port``, ``ray://host:port``, or ``auto`` for one that was started on this machine.
     most_failures
         Shards, or workers, that may fail until no further shard is begun.
     on_done
-        Told of each finished shard, by the calling thread.
+        Told of each finished shard, and what the work on it gave back, by the calling thread.
 
     Raises
     ------
@@ -67,7 +75,7 @@ def run_with_ray(
     DependencyError
         E205 where Ray is not installed.
     UsageError
-        E081 where the cluster has no room for a single worker.
+        E081 where the cluster has no room for a single worker, and where there is no cluster at the address.
     """
     try:
         ray: Any = import_module("ray")
@@ -104,11 +112,11 @@ class _Worker:
     def started(self) -> None:
         """Return, which tells that the process runs."""
 
-    def extract(self, ordinal: int) -> None:
+    def extract(self, ordinal: int) -> Any:
         """Work on a shard."""
         if self._work is None:
             self._work = self._prepare()
-        self._work([ordinal])
+        return self._work([ordinal])
 
 
 class _Failed(NamedTuple):
@@ -126,7 +134,7 @@ class _Tasks:
         start: Callable[[], Any],
         ordinals: Sequence[int],
         most_failures: int,
-        on_done: Callable[[int], object] | None,
+        on_done: Callable[[int, Any], object] | None,
     ) -> None:
         self._ray = ray
         self._start = start
@@ -197,7 +205,7 @@ class _Tasks:
         """The worker of a task that ended; None where it died."""
         exceptions = self._ray.exceptions
         try:
-            self._ray.get(ready)
+            given = self._ray.get(ready)
         except exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
             self._failed.append(_Failed(ordinal, cause, error))
@@ -210,7 +218,7 @@ class _Tasks:
             return None
         else:
             if ordinal is not None and self._on_done is not None:
-                self._on_done(ordinal)
+                self._on_done(ordinal, given)
         return worker
 
 
@@ -220,11 +228,48 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    ray.init(address=address, include_dashboard=False)
+    named = address or os.environ.get("RAY_ADDRESS") or None
+    if named is not None:
+        _require_answer(named)
+    try:
+        ray.init(address=address, include_dashboard=False)
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        where = "on this machine" if named is None else f"at {named!r}"
+        raise make_error("E081", f"no Ray cluster to work with {where} ({error}): {_NOT_CONNECTED}") from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """E081 unless something like a Ray cluster answers at an address: Ray itself would try for minutes."""
+    scheme, separator, rest = address.rpartition("://")
+    if address in ("auto", "local") or (separator and scheme != "ray"):
+        return  # Ray finds, starts, or is told otherwise
+    host, _, port = rest.partition("/")[0].partition("?")[0].rpartition(":")
+    if not host or not port.isdecimal():
+        message = f"the address of a Ray cluster is host:port, ray://host:port or auto, found {address!r}"
+        raise make_error("E081", message)
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return  # what it says is encrypted
+            connection.sendall(_PREFACE)
+            answer = _received(connection, 4)
+    except (OSError, OverflowError) as error:
+        message = f"no Ray cluster answers at {address!r} ({error}): {_NOT_CONNECTED}"
+        raise make_error("E081", message) from error
+    if len(answer) < 4 or answer[3] != _SETTINGS:
+        raise make_error("E081", f"what answers at {address!r} is no Ray cluster: {_NOT_CONNECTED}")
+
+
+def _received(connection: socket.socket, count: int) -> bytes:
+    """So many bytes, or fewer where the other side ends."""
+    data = b""
+    while len(data) < count and (more := connection.recv(count - len(data))):
+        data += more
+    return data
 
 
 def _room(ray: Any, num_cpus: float, num_gpus: float) -> int:

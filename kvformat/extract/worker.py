@@ -15,7 +15,7 @@ from kvformat.extract.identify import identity_of, needs_hashing, same_file
 from kvformat.extract.options import WorkOptions
 from kvformat.extract.plan import Plan
 from kvformat.extract.progress import Progress
-from kvformat.extract.working import make_shards, seal_in_turn
+from kvformat.extract.working import Known, make_shards, seal_in_turn
 from kvformat.interfaces import Extractor
 from kvformat.storage.remote import Remote
 from kvformat.write.run import RunIdentity
@@ -43,6 +43,7 @@ class Worker:
         self._batches = batches
         self._work = work
         self._report = report
+        self._known = Known()
 
     def __enter__(self) -> Self:
         return self
@@ -70,11 +71,14 @@ class Worker:
             on_error=self._work.on_error,
             allow_skips=self._work.allow_skips,
             report=self._report,
+            known=self._known,
             only=only,
         )
 
-    def publish(self) -> str:
+    def publish(self) -> str | None:
         """Publish what all workers made; the dataset id. Then the staged work is removed by the last one to leave.
+
+        None where a shard turned out damaged meanwhile: :meth:`make` it again, and then publish.
 
         Raises
         ------
@@ -82,7 +86,11 @@ class Worker:
             As for :func:`kvformat.write.sealing.seal`.
         """
         self._report.phase("publish")
-        found = seal_in_turn(self._workshop, self._plan, allow_skips=self._work.allow_skips)
+        found = seal_in_turn(
+            self._workshop, self._plan, allow_skips=self._work.allow_skips, report=self._report, known=self._known
+        )
+        if found is None:
+            return None
         try:
             self._workshop.remove()
         except KVFormatError as error:

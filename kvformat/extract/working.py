@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvformat.extract.assignment import next_shard
+from kvformat.errors import ConflictError
+from kvformat.extract.assignment import Movement, next_shard
 from kvformat.extract.batch_check import Batches, effective_groups
 from kvformat.extract.meter import PipelineMeter, PipelineTimes
 from kvformat.extract.pipeline import INFLIGHT_NBYTES, run_groups
@@ -25,10 +26,39 @@ from kvformat.write.sealing import seal
 from kvformat.write.worker_state import WorkerState, is_alive
 from kvformat.write.workshop import Workshop
 
-__all__ = ["make_shards", "seal_in_turn"]
+__all__ = ["Clock", "Known", "make_shards", "seal_in_turn"]
 
 _SHORTEST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0
+
+
+class Clock(NamedTuple):
+    """How time passes: seconds that only grow, and waiting for some to pass. Tests bring their own."""
+
+    now: Callable[[], float] = time.monotonic
+    wait: Callable[[float], object] = time.sleep
+
+
+_CLOCK = Clock()
+
+
+class Known:
+    """What a worker knows of shards that were finished when it came.
+
+    Attributes
+    ----------
+    told
+        Those its progress counts.
+    proved
+        Those that were looked at again by this worker, or finished under its eyes.
+    unproved
+        The others: whether they are what their receipts say, other workers may have found out.
+    """
+
+    def __init__(self) -> None:
+        self.told: set[int] = set()
+        self.proved: set[int] = set()
+        self.unproved: set[int] = set()
 
 
 def make_shards(
@@ -42,11 +72,14 @@ def make_shards(
     on_error: OnError,
     allow_skips: bool,
     report: Progress,
+    known: Known | None = None,
     only: Collection[int] | None = None,
+    clock: Clock = _CLOCK,
 ) -> PipelineTimes:
-    """Make shards of a plan; returns when all of them are finished.
+    """Make shards of a plan; returns when all of them are finished, or another worker published them.
 
-    Shards of earlier runs are looked at again meanwhile, by each worker those that are its own.
+    Shards of earlier runs are looked at again meanwhile, by each worker those that are its own. A shard another worker
+    has in hand without getting on counts as one nobody has begun.
 
     Parameters
     ----------
@@ -54,8 +87,10 @@ def make_shards(
         What becomes of the plan's forward groups.
     allow_skips
         Otherwise shards of earlier runs some of whose documents were skipped are made again.
+    known
+        What an earlier call for the same worker learnt, and this one adds to.
     only
-        Just these, and then no more.
+        Just these, and then no more: they are its own.
 
     Raises
     ------
@@ -63,8 +98,10 @@ def make_shards(
         Whatever extractor and workshop raise. Finished shards stay staged.
     """
     encoder = RecordEncoder(workshop.layout, allow_non_finite=allow_non_finite)
-    work = _Work(workshop, plan, world, report, only)
-    with Recheck(workshop, work.own_finished(), allow_skips=allow_skips) as recheck:
+    known = Known() if known is None else known
+    work = _Work(workshop, plan, world, report, known, only, clock)
+    own = work.own_finished()
+    with Recheck(workshop, own, allow_skips=allow_skips) as recheck:
         while True:
             run_groups(
                 extractor,
@@ -79,6 +116,8 @@ def make_shards(
             workshop.flush()
             if not work.wait(recheck):
                 break
+    work.learn(own)
+    workshop.report(replace(workshop.state, proved=True))
     times = work.meter.times()
     report.times(times)
     return times
@@ -88,26 +127,48 @@ class _Work:
     """What this worker knows of the shards of the plan."""
 
     def __init__(
-        self, workshop: Workshop, plan: Plan, world: World, report: Progress, only: Collection[int] | None
+        self,
+        workshop: Workshop,
+        plan: Plan,
+        world: World,
+        report: Progress,
+        known: Known,
+        only: Collection[int] | None,
+        clock: Clock,
     ) -> None:
         self._workshop = workshop
         self._plan = plan
         self._world = world
         self._report = report
+        self._known = known
+        self._all_own = only is not None or world.size == 1
         self._wanted = frozenset(range(plan.num_shards) if only is None else only)
         self._before = workshop.finished() & self._wanted
         self._made: set[int] = set()
-        self._looked = time.monotonic()
+        self._clock = clock
+        self._looked = clock.now()
+        self._movement = Movement(clock.now)
         self._average_nbytes = plan.nbytes / max(1, plan.num_shards)
         self.meter = PipelineMeter()
         self.sink = ShardSink(workshop, plan, added=self._added)
-        for ordinal in sorted(self._before):
+        for ordinal in sorted(self._before - known.told - known.proved):
             tokens, nbytes = plan.shard_size(ordinal)
             report.advance(tokens=tokens, nbytes=nbytes, computed=False)
+        known.told |= self._before
 
     def own_finished(self) -> list[int]:
         """Shards an earlier run finished that this worker looks at again."""
-        return [ordinal for ordinal in sorted(self._before) if ordinal % self._world.size == self._world.rank]
+        rank, size = self._world
+        unproved = sorted(self._before - self._known.proved)
+        return [ordinal for ordinal in unproved if self._all_own or ordinal % size == rank]
+
+    def learn(self, looked_at: Collection[int]) -> None:
+        """Note what is proved once all is finished."""
+        known = self._known
+        known.proved |= {*looked_at, *self._made}
+        if self._world.size > 1:
+            known.proved |= self._workshop.finished() - self._before
+        known.unproved = {*self._before} - known.proved
 
     def groups(self, batches: Batches, recheck: Recheck) -> Iterator[list[PlannedDocument]]:
         """Forward groups of one shard after the other, as long as there is one to make."""
@@ -134,7 +195,7 @@ class _Work:
                 told = True
                 self._report.phase("wait")
                 self._workshop.report(replace(self._workshop.state, phase="wait", shard=None))
-            threading.Event().wait(pause_s)
+            self._clock.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
 
     def _choose(self, recheck: Recheck) -> int | None:
@@ -147,6 +208,8 @@ class _Work:
         """Wanted shards nobody finished, as far as is known; those made here are on their way."""
         if self._world.size == 1:  # nobody else is expected: nothing needs to be looked up
             finished = self._before - frozenset(recheck.missing())
+        elif self._workshop.root() is not None:  # others needed this worker no more
+            return frozenset()
         else:
             recheck.missing()
             finished = self._workshop.finished()
@@ -156,7 +219,7 @@ class _Work:
 
     def _is_overtaken(self, ordinal: int) -> bool:
         """Whether another worker finished the shard in hand meanwhile; looked up now and then."""
-        now = time.monotonic()
+        now = self._clock.now()
         if self._world.size == 1 or now - self._looked < _LONGEST_WAIT_S:
             return False
         self._looked = now
@@ -166,14 +229,17 @@ class _Work:
         return self._wanted <= self._before | self._made
 
     def _in_hand(self) -> dict[int, float]:
-        """Shards other live workers are at, and how much of each is done."""
+        """Shards other live workers are at and get on with, and how much of each is done."""
         if self._world.size == 1:
             return {}
-        found = {}
+        found: dict[int, float] = {}
         for worker in self._workshop.workers():
             state = worker.state
-            if state.token != self._workshop.state.token and state.shard is not None and is_alive(worker):
-                found[state.shard] = state.shard_records / max(1, state.shard_total)
+            if state.token == self._workshop.state.token or state.shard is None or not is_alive(worker):
+                continue
+            if self._movement.gets_on(state):
+                part = state.shard_records / max(1, state.shard_total)
+                found[state.shard] = max(part, found.get(state.shard, 0.0))
         return found
 
     def _added(self, tokens: int, nbytes: int) -> None:
@@ -181,38 +247,78 @@ class _Work:
         self._report.times(self.meter.times())
 
 
-def seal_in_turn(workshop: Workshop, plan: Plan, *, allow_skips: bool) -> str:
+def seal_in_turn(
+    workshop: Workshop,
+    plan: Plan,
+    *,
+    allow_skips: bool,
+    report: Progress,
+    known: Known | None = None,
+    clock: Clock = _CLOCK,
+) -> str | None:
     """Publish what all workers made: the first of them that lives does, and the others wait for it.
+
+    They do not wait for ever: after a while, the next one takes the first for one that hangs, and publishes too.
+    Shards of earlier runs that no worker of this one looked at are hashed first.
 
     Returns
     -------
-    str
-        The dataset id.
+    str or None
+        The dataset id; None where a shard turned out damaged, or is gone, and must be made again.
 
     Raises
     ------
     KVFormatError
         As for :func:`kvformat.write.sealing.seal`.
     """
+    unproved = set() if known is None else known.unproved
+    movement = Movement(clock.now)
     pause_s = _SHORTEST_WAIT_S
     workshop.report(replace(workshop.state, phase="seal", shard=None))
     while True:
         root = workshop.root()
         if root is not None:
             return hashlib.sha256(root).hexdigest()
-        if _leads(workshop):
-            return seal(workshop, plan, allow_skips=allow_skips)
-        threading.Event().wait(pause_s)
+        if _leads(workshop, movement):
+            if not _prove(workshop, unproved, allow_skips=allow_skips, report=report):
+                return None
+            try:
+                return seal(workshop, plan, allow_skips=allow_skips)
+            except ConflictError as error:
+                if error.code != "E119" or len(workshop.finished()) >= plan.num_shards:
+                    raise
+                return None
+        clock.wait(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
 
 
-def _leads(workshop: Workshop) -> bool:
+def _prove(workshop: Workshop, unproved: set[int], *, allow_skips: bool, report: Progress) -> bool:
+    """Look again at the shards for which no worker that is there vouches; whether all of them may stay."""
+    own = workshop.state
+    vouching = {
+        worker.state.rank
+        for worker in workshop.workers()
+        if worker.state.proved and worker.state.world_size == own.world_size and is_alive(worker)
+    }
+    left = [ordinal for ordinal in sorted(unproved) if ordinal % own.world_size not in vouching - {own.rank}]
+    if left:
+        report.phase("prove")
+    for ordinal in left:
+        if not workshop.check(ordinal, allow_skips=allow_skips):
+            return False
+        unproved.discard(ordinal)
+    return True
+
+
+def _leads(workshop: Workshop, movement: Movement) -> bool:
     """Whether no worker before this one is at the same. If two believe it, they publish the same."""
     own = _place(workshop.state)
-    return not any(
-        worker.state.phase == "seal" and is_alive(worker) and _place(worker.state) < own
+    getting_on = [  # all are looked at: several may hang
+        movement.gets_on(worker.state)
         for worker in workshop.workers()
-    )
+        if worker.state.phase == "seal" and _place(worker.state) < own and is_alive(worker)
+    ]
+    return not any(getting_on)
 
 
 def _place(state: WorkerState) -> tuple[int, str]:

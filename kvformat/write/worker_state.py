@@ -27,6 +27,8 @@ class WorkerState(Struct, frozen=True, kw_only=True, omit_defaults=True):
         8 hexadecimal digits, its own: in the names of what it has in work.
     started, updated
         Seconds since 1970.
+    proved
+        Whether it looked at all shards again that earlier runs finished and that are its own.
     shard
         Ordinal of the one in hand; ``shard_records`` of its ``shard_total`` records are there.
     num_shards, num_tokens, nbytes
@@ -41,6 +43,7 @@ class WorkerState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     started: float
     updated: float
     phase: Phase = "start"
+    proved: bool = False
     shard: int | None = None
     shard_records: int = 0
     shard_total: int = 0

@@ -197,6 +197,18 @@ def test_what_the_storage_raises_ends_the_model_too() -> None:
     assert len(extractor.calls) <= 4
 
 
+@pytest.mark.parametrize("record", [0, 2])
+def test_a_sink_that_failed_is_told_to_stop_whenever_it_did(record: int) -> None:
+    def add(one) -> None:
+        if one.record == record:
+            raise make_error("E203", "the disk is gone")
+
+    sink = Gathered(before=add)
+    with pytest.raises(StorageError, match="the disk is gone"):
+        run(Plain(), groups_of(1, 1, 1), sink)
+    assert sink.stopped.is_set()
+
+
 def test_a_model_that_waits_for_room_hears_of_the_storage_failing() -> None:
     """Its second forward has no room until the first is stored, which never happens."""
     reached = threading.Event()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -62,7 +66,7 @@ def prepare(folder: Path):
     return partial(extract, folder)
 
 
-def extract(folder: Path, ordinals) -> None:
+def extract(folder: Path, ordinals) -> str:
     for ordinal in ordinals:
         note(folder, "extracted", f"{ordinal} {os.getpid()}")
         if ordinal == 3:
@@ -71,6 +75,7 @@ def extract(folder: Path, ordinals) -> None:
             raise LookupError("no such thing")
         if ordinal == 7:
             os._exit(9)
+    return f"did {ordinals}"
 
 
 def prepare_in_vain(folder: Path):
@@ -89,9 +94,10 @@ def done(folder: Path) -> list[int]:
 @pytest.mark.usefixtures("cluster")
 class TestOnACluster:
     def test_all_shards_are_extracted_and_a_worker_prepares_once(self, tmp_path: Path) -> None:
-        told: list[int] = []
-        run_with_ray([0, 1, 2, 4, 6, 8, 9], partial(prepare, tmp_path), on_done=told.append)
+        told: dict[int, str] = {}
+        run_with_ray([0, 1, 2, 4, 6, 8, 9], partial(prepare, tmp_path), on_done=told.__setitem__)
         assert done(tmp_path) == sorted(told) == [0, 1, 2, 4, 6, 8, 9]
+        assert told == {ordinal: f"did [{ordinal}]" for ordinal in told}
         prepared = lines(tmp_path, "prepared")
         assert len(prepared) == len(set(prepared)) <= 2
         assert {line.split()[1] for line in lines(tmp_path, "extracted")} == set(prepared)
@@ -134,7 +140,7 @@ class TestOnACluster:
         assert caught.value.code == "E304"
 
     def test_an_interrupt_ends_the_workers(self, tmp_path: Path, cluster) -> None:
-        def interrupt(_: int) -> None:
+        def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
@@ -170,3 +176,99 @@ def test_a_worker_needs_something(needs: dict[str, float]) -> None:
     pytest.importorskip("ray")
     with pytest.raises(UsageError, match="some of num_cpus and num_gpus"):
         run_with_ray([0], lambda: print, **needs)
+
+
+# ----------------------------------------------------------------------------------------------------------- addresses
+
+
+class Unreached(ModuleType):
+    """A Ray that says how it was called, and finds no cluster."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.called: list[str | None] = []
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, *, address: str | None, include_dashboard: bool) -> None:
+        assert not include_dashboard
+        self.called.append(address)
+        raise ConnectionError("could not find any running Ray instance")
+
+
+@pytest.fixture
+def unreached(monkeypatch: pytest.MonkeyPatch) -> Unreached:
+    ray = Unreached()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_USE_TLS", raising=False)
+    return ray
+
+
+def answering(answer: bytes) -> str:
+    """Address of a server that says this to the first one who connects, having been spoken to."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with server, server.accept()[0] as connection, contextlib.suppress(ConnectionError):
+            connection.recv(1)
+            connection.sendall(answer)
+            while connection.recv(1 << 10):
+                pass
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def refused(address: str | None) -> str:
+    with pytest.raises(UsageError) as caught:
+        run_with_ray([0], lambda: print, address=address)
+    assert caught.value.code == "E081"
+    return caught.value.message
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_nothing_listens_is_refused_before_ray_tries(unreached: Unreached, scheme: str) -> None:
+    with socket.socket() as bound:  # and never listening: nobody can be given this port meanwhile
+        bound.bind(("127.0.0.1", 0))
+        address = f"{scheme}127.0.0.1:{bound.getsockname()[1]}"
+        message = refused(address)
+    assert message.startswith(f"no Ray cluster answers at {address!r}")
+    assert "check --ray-address" in message
+    assert unreached.called == []
+
+
+def test_the_address_of_the_environment_is_tried_too(unreached: Unreached, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert "'127.0.0.1:1'" in refused(None)
+    assert unreached.called == []
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "head:", ":6379", "ray://head", "head:port"])
+def test_an_address_of_another_form_is_refused(unreached: Unreached, address: str) -> None:
+    assert refused(address) == f"the address of a Ray cluster is host:port, ray://host:port or auto, found {address!r}"
+    assert unreached.called == []
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_another_server_at_the_address_is_refused(unreached: Unreached, answer: bytes) -> None:
+    address = answering(answer)
+    assert f"what answers at {address!r} is no Ray cluster" in refused(address)
+    assert unreached.called == []
+
+
+def test_a_server_that_says_nothing_is_not_waited_for(unreached: Unreached, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvformat.extract.ray_engine._ANSWER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert f"no Ray cluster answers at {address!r} (timed out)" in refused(address)
+    assert unreached.called == []
+
+
+def test_what_ray_says_of_an_address_is_passed_on(unreached: Unreached) -> None:
+    address = answering(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+    message = refused(address)
+    assert f"at {address!r} (could not find any running Ray instance)" in message
+    assert "no Ray cluster to work with at 'auto'" in refused("auto")
+    assert unreached.called == [address, "auto"]

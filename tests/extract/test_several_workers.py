@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import kvformat
 from kvformat.cli.app import app
 from kvformat.errors import ConflictError, IdentityError, KVFormatWarning, UsageError
-from kvformat.extract import HuggingFaceExtractor, Plan, Tokeniser, extract_plan, make_plan, open_plan, run
+from kvformat.extract import HuggingFaceExtractor, Plan, Tokeniser, extract_plan, make_plan, open_plan, run, working
 from kvformat.extract.progress import Silent
 from kvformat.interfaces import Extracted
 from kvformat.spec.context import Context, Text
@@ -124,6 +124,65 @@ def test_another_number_of_workers_continues(
     identity, made = work(plan, tmp_path / "ds", *then)
     assert identity == expected
     assert len(made) == 20 - 2 * kept
+
+
+def staged_shards(out: Path) -> list[Path]:
+    return sorted(out.glob(".staging/*/0*-*.shard"))
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_damaged_shard_of_a_worker_that_never_comes_back_is_made_again(
+    plan: Plan, tmp_path: Path, shard: int
+) -> None:
+    expected, _ = work(plan, tmp_path / "one", 0, 1)
+    with pytest.raises(KeyboardInterrupt):
+        work(plan, tmp_path / "ds", 0, 1, progress=Stopping(12))
+    path = staged_shards(tmp_path / "ds")[shard]
+    data = bytearray(path.read_bytes())
+    data[-9000] ^= 1
+    path.write_bytes(data)
+    with pytest.warns(KVFormatWarning, match="W006"):
+        identity, made = work(plan, tmp_path / "ds", 0, 2)
+    assert identity == expected
+    assert {2 * shard, 2 * shard + 1} <= set(made)
+    assert kvformat.verify(tmp_path / "ds").ok
+
+
+def test_a_shard_that_is_gone_when_it_is_published_is_made_again(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = work(plan, tmp_path / "one", 0, 1)
+    real = working.seal
+    calls = []
+
+    def losing(workshop: Any, *args: Any, **options: Any) -> str:
+        calls.append(None)
+        if len(calls) == 1:
+            staged_shards(tmp_path / "ds")[3].unlink()
+        return real(workshop, *args, **options)
+
+    monkeypatch.setattr(working, "seal", losing)
+    with pytest.warns(KVFormatWarning, match="W006"):
+        identity, made = work(plan, tmp_path / "ds", 0, 1)
+    assert (identity, len(calls)) == (expected, 2)
+    assert sorted(made) == sorted([*range(20), 6, 7])
+
+
+def test_a_worker_stops_where_others_published(plan: Plan, tmp_path: Path) -> None:
+    """One that was paused meanwhile, say: it makes no shard more."""
+    expected, _ = work(plan, tmp_path / "one", 0, 1)
+    first: list[str] = []
+
+    class Pausing(Arithmetic):
+        def extract(self, given: Any) -> list[Extracted]:
+            if not first:
+                first.append(work(plan, tmp_path / "ds", 1, 2)[0])
+            return super().extract(given)
+
+    extractor = Pausing()
+    found = extract_plan(extractor, plan, tmp_path / "ds", rank=0, world_size=2)
+    assert {found.id, *first} == {expected}
+    assert extractor.first == [0, 1]  # the shard it had in hand
 
 
 def test_a_worker_that_differs_is_refused(plan: Plan, tmp_path: Path) -> None:
