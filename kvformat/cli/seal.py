@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvformat.cli import options, output, plan_option, spool_option
+from kvformat.cli.progress import meter
 from kvformat.errors import KVFormatError
 from kvformat.spec.paths import ROOT
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvformat.extract.plan import Plan
     from kvformat.read.dataset import Dataset
     from kvformat.storage.remote import Remote
+    from kvformat.write.workshop import Workshop
 
 __all__ = ["seal"]
 
@@ -28,14 +30,18 @@ def seal(
     allow_skips: Annotated[
         bool, typer.Option("--allow-skips", help="Publish without the documents that were skipped, listing them.")
     ] = False,
+    hashing: Annotated[
+        bool, typer.Option("--hash/--no-hash", help="Hash shards on disk again first, or trust their sizes.")
+    ] = True,
     spool: spool_option.Spool = None,
     storage_option: options.StorageOptions = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Publish what the workers of a plan finished.
 
-    Needs no model. Fails with E119, naming them, where shards are missing or documents were skipped. Sealing a second
-    time, or by several at once, gives the same dataset; E118 where another one is published there.
+    Needs no model. Shards that lie on a disk are hashed again; a damaged one is set aside, and is missing then. Fails
+    with E119, naming them, where shards are missing or documents were skipped. Sealing a second time, or by several at
+    once, gives the same dataset; E118 where another one is published there.
     """
     storage_options = options.parse_storage_options(storage_option, "--storage-option")
     from kvformat.read.opening import open_dataset
@@ -46,7 +52,7 @@ def seal(
         if _is_published(place):
             _tidy(place, planned, _of_plan(place, planned), spool)
         else:
-            _publish(place, planned, spool, allow_skips=allow_skips)
+            _publish(place, planned, spool, allow_skips=allow_skips, hashing=hashing)
     dataset = open_dataset(place)
     if as_json:
         output.emit_json(_document(dataset))
@@ -71,12 +77,14 @@ def _of_plan(place: Path | Remote, planned: Plan) -> Dataset:
     return dataset
 
 
-def _publish(place: Path | Remote, planned: Plan, spool: str | None, *, allow_skips: bool) -> None:
+def _publish(place: Path | Remote, planned: Plan, spool: str | None, *, allow_skips: bool, hashing: bool) -> None:
     from kvformat.write.attach import attach_workshop
     from kvformat.write.sealing import seal as publish
 
     try:
         with attach_workshop(place, planned, spool=spool) as workshop:
+            if hashing and isinstance(place, Path) and len(workshop.finished()) == planned.num_shards:
+                _prove(workshop, planned)
             publish(workshop, planned, allow_skips=allow_skips)
             workshop.remove()
     except KVFormatError as error:
@@ -84,6 +92,17 @@ def _publish(place: Path | Remote, planned: Plan, spool: str | None, *, allow_sk
         if error.code != "E119" or not _is_published(place):
             raise
         _of_plan(place, planned)
+
+
+def _prove(workshop: Workshop, planned: Plan) -> None:
+    """Look at all shards again: that they are there is no reason to trust them."""
+    done = 0
+    with meter(phases=False) as shown:
+        shown.begin("hashing", total=planned.nbytes)
+        for ordinal in range(planned.num_shards):
+            workshop.check(ordinal)
+            done += planned.shard_size(ordinal)[1]
+            shown.update(done)
 
 
 def _tidy(place: Path | Remote, planned: Plan, dataset: Dataset, spool: str | None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec import Struct
 
-from kvformat.errors import KVFormatError, KVFormatWarning
+from kvformat.errors import KVFormatError, KVFormatWarning, make_error
 from kvformat.extract.refused import is_of_document
 from kvformat.interfaces import Extracted, Extractor
 from kvformat.spec.document import Document
@@ -222,8 +222,10 @@ def _compare(extractor: Extractor, documents: Sequence[Document]) -> Difference 
     """Where documents computed together differ most from the same ones alone."""
     layers = {component.name: component.layers for component in extractor.schema.components}
     worst: Difference | None = None
-    for document, together in zip(documents, extractor.extract(documents), strict=True):
-        (alone,) = extractor.extract([document])
+    from kvformat.extract.results import checked_results
+
+    for document, together in zip(documents, checked_results(extractor.extract(documents), documents), strict=True):
+        (alone,) = checked_results(extractor.extract([document]), [document])
         for name, layer, max_abs in _differing(together, alone, layers):
             if worst is None or max_abs > worst.max_abs:
                 worst = Difference(
@@ -240,6 +242,15 @@ def _differing(
     one: Extracted, other: Extracted, layers: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, int | None, float]]:
     """Component or extra, model layer, and greatest difference, of each slab whose bits differ."""
+    for what, tensors, others in (
+        ("components", one.components, other.components),
+        ("extras", one.extras, other.extras),
+    ):
+        if tensors.keys() != others.keys():
+            names = ", ".join(sorted(tensors.keys() ^ others.keys()))
+            raise make_error(
+                "E103", f"the extractor gives other {what} for a document alone than with others: {names}"
+            )
     for name, tensor in one.components.items():
         if not _same_bits(tensor, other.components[name]):
             for row, layer in enumerate(layers[name]):

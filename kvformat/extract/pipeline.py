@@ -247,18 +247,16 @@ class _Run(Generic[P, T]):
                 raise  # no single document is to blame
             return results
 
-    def _forward(self, group: Sequence[P]) -> Sequence[Extracted]:
+    def _forward(self, group: Sequence[P]) -> list[Extracted]:
+        from kvformat.extract.results import checked_results
+
         documents = [planned.document for planned in group]
         if self._copy is not None and self._copy.device_timed:
             self._copy.begin()
-            found = self._extractor.extract(documents)
-        else:
-            with self._meter.during("model"):
-                found = self._extractor.extract(documents)
-                self._settle(found)
-        if len(found) != len(group):
-            message = f"the extractor gave {len(found)} results for {len(group)} documents: it must give one for each"
-            raise make_error("E103", message)
+            return checked_results(self._extractor.extract(documents), documents)
+        with self._meter.during("model"):
+            found = checked_results(self._extractor.extract(documents), documents)
+            self._settle(found)
         return found
 
     def _settle(self, found: Sequence[Extracted]) -> None:

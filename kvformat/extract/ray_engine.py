@@ -232,7 +232,8 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
     if named is not None:
         _require_answer(named)
     try:
-        ray.init(address=address, include_dashboard=False)
+        # What workers print would come out here, amid results.
+        ray.init(address=address, include_dashboard=False, log_to_driver=False)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
         where = "on this machine" if named is None else f"at {named!r}"
         raise make_error("E081", f"no Ray cluster to work with {where} ({error}): {_NOT_CONNECTED}") from error

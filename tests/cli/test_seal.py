@@ -91,6 +91,24 @@ def test_it_publishes_and_cleans_up(run: Any, target: Path | Remote, plan: Any, 
         assert refused.stderr.startswith("error [E118]: ")
 
 
+def test_a_damaged_shard_is_not_published(run: Any, plan: Any, tmp_path: Path) -> None:
+    with opened(tmp_path / "ds", plan) as workshop:
+        make(workshop, plan, *range(4))
+    shard = next((tmp_path / "ds").glob(".staging/*/00000002-*.shard"))
+    data = bytearray(shard.read_bytes())
+    data[-4100] ^= 1
+    shard.write_bytes(data)
+    refused = run(tmp_path / "ds", "--plan", tmp_path / "plan")
+    assert (refused.code, refused.stdout) == (3, "")
+    assert "W006" in refused.stderr
+    assert "E119" in refused.stderr
+    with opened(tmp_path / "ds", plan) as workshop:
+        assert workshop.finished() == {0, 1, 3}
+        make(workshop, plan, 2)
+    assert run(tmp_path / "ds", "--plan", tmp_path / "plan").code == 0
+    assert kvformat.verify(tmp_path / "ds").ok
+
+
 def test_work_that_its_publisher_left_is_removed_by_the_next(
     run: Any, target: Path | Remote, plan: Any, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import kvformat
 from kvformat.cli.app import app
-from kvformat.errors import ConflictError, IdentityError, KVFormatWarning, UsageError
+from kvformat.errors import ConflictError, IdentityError, KVFormatWarning, UsageError, make_error
 from kvformat.extract import HuggingFaceExtractor, Plan, Tokeniser, extract_plan, make_plan, open_plan, run, working
 from kvformat.extract.progress import Silent
 from kvformat.interfaces import Extracted
@@ -233,6 +233,48 @@ def test_once_the_cause_is_mended_what_was_skipped_is_made(plan: Plan, tmp_path:
     assert mended.first == [6, 7]
     assert len(dataset) == 20
     assert dataset.id == work(plan, tmp_path / "one", 0, 1)[0]
+
+
+class Odd(Arithmetic):
+    """Gives something else than it should, from some call on."""
+
+    def __init__(self, change: Any, *, after: int) -> None:
+        super().__init__()
+        self._change = change
+        self._left = after
+
+    def extract(self, given: Any) -> Any:
+        self._left -= 1
+        found = super().extract(given)
+        return found if self._left >= 0 else self._change(found)
+
+
+WRONG: dict[str, Any] = {
+    "nothing": lambda _found: None,
+    "too few": lambda _found: [],
+    "nothing for one": lambda found: [None, *found[1:]],
+    "an error": lambda found: [make_error("E301", "too long"), *found[1:]],
+    "no mapping": lambda found: [found[0]._replace(components=None), *found[1:]],
+    "arrays": lambda found: [found[0]._replace(components={"k": np.zeros(3), "v": np.zeros(3)}), *found[1:]],
+    "no values": lambda found: [
+        found[0]._replace(components={name: tensor.to("meta") for name, tensor in found[0].components.items()}),
+        *found[1:],
+    ],
+}
+
+
+@pytest.mark.parametrize("on_error", ["fail", "skip"])
+@pytest.mark.parametrize("after", [0, 1, 7])
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("kind", list(WRONG))
+def test_what_an_extractor_must_not_give_is_refused(
+    kind: str, batch_size: int, after: int, on_error: Any, tmp_path: Path
+) -> None:
+    plan = plan_of(tmp_path, batch_size=batch_size, shard_nbytes=64 << 10)
+    with pytest.raises(kvformat.InputError) as refused:
+        extract_plan(Odd(WRONG[kind], after=after), plan, tmp_path / "ds", on_error=on_error)
+    assert refused.value.code == "E103"
+    assert len(extract_plan(Arithmetic(), plan, tmp_path / "ds")) == 20
 
 
 def test_batches_that_change_bits_are_not_made_unless_accepted(tmp_path: Path) -> None:
