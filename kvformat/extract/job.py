@@ -160,7 +160,8 @@ def run(
     DamageError
         E307 for a plan.
     ConflictError
-        E119 where documents were skipped and that is not allowed.
+        E117 where workers of another plan are at work there; E119 where documents were skipped and that is not
+        allowed, or nothing is left of a shard.
     StorageError
         E200 when space is short: before the model is loaded, and again where loading it shows that it continues less.
         E207 where ``out`` cannot be written to, E209 where an object store cannot commit, before anything is read.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Arithmetic:
     files: dict[str, bytes] = {}  # noqa: RUF012 - read only
     max_tokens = None
 
-    def __init__(self, *, wrong: int | None = None, batched: float = 0.0, **provenance: str) -> None:
+    def __init__(self, *, wrong: Collection[int] = (), batched: float = 0.0, **provenance: str) -> None:
         self.provenance = provenance
         self.first: list[int] = []
         self._wrong = wrong
@@ -56,7 +57,7 @@ class Arithmetic:
             key = ids[None, :, None, None].expand(2, -1, 1, 256).clone()
             if len(given) > 1:
                 key += self._batched
-            if self.first[-1] == self._wrong:
+            if self.first[-1] in self._wrong:
                 key[1, 0, 0, 7] = torch.nan
             found.append(Extracted(components={"k": key, "v": -key}, extras={}))
         return found
@@ -207,12 +208,12 @@ def test_ranks_that_make_no_sense(plan: Plan, tmp_path: Path, monkeypatch, rank:
 
 def test_a_poisoned_document_is_named_and_handled_as_asked(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(kvformat.InputError) as refused:
-        extract_plan(Arithmetic(wrong=6), plan, tmp_path / "ds")
+        extract_plan(Arithmetic(wrong=[6]), plan, tmp_path / "ds")
     assert (refused.value.code, refused.value.record, refused.value.layer) == ("E104", "r6", 1)
     with pytest.raises(ConflictError, match=r"1 names are of documents that were skipped: 'r6' \(E104: ") as missing:
-        extract_plan(Arithmetic(wrong=6), plan, tmp_path / "ds", on_error="skip")
+        extract_plan(Arithmetic(wrong=[6]), plan, tmp_path / "ds", on_error="skip")
     assert missing.value.code == "E119"
-    again = Arithmetic(wrong=6)
+    again = Arithmetic(wrong=[6])
     dataset = extract_plan(again, plan, tmp_path / "ds", on_error="skip", allow_skips=True)
     assert again.first == []  # all shards are there
     assert [skipped.name for skipped in dataset.manifest.skipped] == ["r6"]
@@ -227,11 +228,21 @@ def test_a_poisoned_document_is_named_and_handled_as_asked(plan: Plan, tmp_path:
 
 def test_once_the_cause_is_mended_what_was_skipped_is_made(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(ConflictError):
-        extract_plan(Arithmetic(wrong=6), plan, tmp_path / "ds", on_error="skip")
+        extract_plan(Arithmetic(wrong=[6]), plan, tmp_path / "ds", on_error="skip")
     mended = Arithmetic()
     dataset = extract_plan(mended, plan, tmp_path / "ds", on_error="skip")
     assert mended.first == [6, 7]
     assert len(dataset) == 20
+    assert dataset.id == work(plan, tmp_path / "one", 0, 1)[0]
+
+
+def test_a_shard_of_which_nothing_is_left_keeps_no_other_from_being_made(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(ConflictError, match="shard") as refused:
+        extract_plan(Arithmetic(wrong=[6, 7]), plan, tmp_path / "ds", on_error="skip", allow_skips=True)
+    assert refused.value.code == "E119"
+    mended = Arithmetic()
+    dataset = extract_plan(mended, plan, tmp_path / "ds", on_error="skip")
+    assert mended.first == [6, 7]  # all others are there
     assert dataset.id == work(plan, tmp_path / "one", 0, 1)[0]
 
 
