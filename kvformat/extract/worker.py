@@ -15,7 +15,9 @@ from kvformat.extract.identify import identity_of, needs_hashing, same_file
 from kvformat.extract.options import WorkOptions
 from kvformat.extract.plan import Plan
 from kvformat.extract.progress import Progress
-from kvformat.extract.working import Known, make_shards, seal_in_turn
+from kvformat.extract.publishing import seal_in_turn
+from kvformat.extract.standing import Known
+from kvformat.extract.working import make_shards
 from kvformat.interfaces import Extractor
 from kvformat.storage.remote import Remote
 from kvformat.write.run import RunIdentity

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterator
 
 from msgspec.structs import replace
 
-from kvformat.errors import ConflictError
 from kvformat.extract.assignment import Movement, next_shard
 from kvformat.extract.batch_check import Batches, effective_groups
 from kvformat.extract.meter import PipelineMeter, PipelineTimes
@@ -19,46 +15,14 @@ from kvformat.extract.progress import Progress
 from kvformat.extract.recheck import Recheck
 from kvformat.extract.refused import OnError
 from kvformat.extract.sink import ShardSink
+from kvformat.extract.standing import CLOCK, LONGEST_WAIT_S, SHORTEST_WAIT_S, Clock, Known
 from kvformat.interfaces import Extractor
 from kvformat.loader.world import World
 from kvformat.write.record import RecordEncoder
-from kvformat.write.sealing import seal
-from kvformat.write.worker_state import WorkerState, is_alive
+from kvformat.write.worker_state import is_alive
 from kvformat.write.workshop import Workshop
 
-__all__ = ["Clock", "Known", "make_shards", "seal_in_turn"]
-
-_SHORTEST_WAIT_S = 0.1
-_LONGEST_WAIT_S = 5.0
-
-
-class Clock(NamedTuple):
-    """How time passes: seconds that only grow, and waiting for some to pass. Tests bring their own."""
-
-    now: Callable[[], float] = time.monotonic
-    wait: Callable[[float], object] = time.sleep
-
-
-_CLOCK = Clock()
-
-
-class Known:
-    """What a worker knows of shards that were finished when it came.
-
-    Attributes
-    ----------
-    told
-        Those its progress counts.
-    proved
-        Those that were looked at again by this worker, or finished under its eyes.
-    unproved
-        The others: whether they are what their receipts say, other workers may have found out.
-    """
-
-    def __init__(self) -> None:
-        self.told: set[int] = set()
-        self.proved: set[int] = set()
-        self.unproved: set[int] = set()
+__all__ = ["make_shards"]
 
 
 def make_shards(
@@ -74,7 +38,7 @@ def make_shards(
     report: Progress,
     known: Known | None = None,
     only: Collection[int] | None = None,
-    clock: Clock = _CLOCK,
+    clock: Clock = CLOCK,
 ) -> PipelineTimes:
     """Make shards of a plan; returns when all of them are finished, or another worker published them.
 
@@ -183,7 +147,7 @@ class _Work:
     def wait(self, recheck: Recheck) -> bool:
         """Wait until there is a shard to make; False once all are finished."""
         told = False
-        pause_s = _SHORTEST_WAIT_S
+        pause_s = SHORTEST_WAIT_S
         while True:
             if recheck.running and self._all_known():
                 recheck.wait()
@@ -196,7 +160,7 @@ class _Work:
                 self._report.phase("wait")
                 self._workshop.report(replace(self._workshop.state, phase="wait", shard=None))
             self._clock.wait(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+            pause_s = min(2 * pause_s, LONGEST_WAIT_S)
 
     def _choose(self, recheck: Recheck) -> int | None:
         missing = self._missing(recheck)
@@ -220,7 +184,7 @@ class _Work:
     def _is_overtaken(self, ordinal: int) -> bool:
         """Whether another worker finished the shard in hand meanwhile; looked up now and then."""
         now = self._clock.now()
-        if self._world.size == 1 or now - self._looked < _LONGEST_WAIT_S:
+        if self._world.size == 1 or now - self._looked < LONGEST_WAIT_S:
             return False
         self._looked = now
         return ordinal in self._workshop.finished()
@@ -245,81 +209,3 @@ class _Work:
     def _added(self, tokens: int, nbytes: int) -> None:
         self._report.advance(tokens=tokens, nbytes=nbytes, computed=True)
         self._report.times(self.meter.times())
-
-
-def seal_in_turn(
-    workshop: Workshop,
-    plan: Plan,
-    *,
-    allow_skips: bool,
-    report: Progress,
-    known: Known | None = None,
-    clock: Clock = _CLOCK,
-) -> str | None:
-    """Publish what all workers made: the first of them that lives does, and the others wait for it.
-
-    They do not wait for ever: after a while, the next one takes the first for one that hangs, and publishes too.
-    Shards of earlier runs that no worker of this one looked at are hashed first.
-
-    Returns
-    -------
-    str or None
-        The dataset id; None where a shard turned out damaged, or is gone, and must be made again.
-
-    Raises
-    ------
-    KVFormatError
-        As for :func:`kvformat.write.sealing.seal`.
-    """
-    unproved = set() if known is None else known.unproved
-    movement = Movement(clock.now)
-    pause_s = _SHORTEST_WAIT_S
-    workshop.report(replace(workshop.state, phase="seal", shard=None))
-    while True:
-        root = workshop.root()
-        if root is not None:
-            return hashlib.sha256(root).hexdigest()
-        if _leads(workshop, movement):
-            if not _prove(workshop, unproved, allow_skips=allow_skips, report=report):
-                return None
-            try:
-                return seal(workshop, plan, allow_skips=allow_skips)
-            except ConflictError as error:
-                if error.code != "E119" or len(workshop.finished()) >= plan.num_shards:
-                    raise
-                return None
-        clock.wait(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
-
-
-def _prove(workshop: Workshop, unproved: set[int], *, allow_skips: bool, report: Progress) -> bool:
-    """Look again at the shards for which no worker that is there vouches; whether all of them may stay."""
-    own = workshop.state
-    vouching = {
-        worker.state.rank
-        for worker in workshop.workers()
-        if worker.state.proved and worker.state.world_size == own.world_size and is_alive(worker)
-    }
-    left = [ordinal for ordinal in sorted(unproved) if ordinal % own.world_size not in vouching - {own.rank}]
-    if left:
-        report.phase("prove")
-    for ordinal in left:
-        if not workshop.check(ordinal, allow_skips=allow_skips):
-            return False
-        unproved.discard(ordinal)
-    return True
-
-
-def _leads(workshop: Workshop, movement: Movement) -> bool:
-    """Whether no worker before this one is at the same. If two believe it, they publish the same."""
-    own = _place(workshop.state)
-    getting_on = [  # all are looked at: several may hang
-        movement.gets_on(worker.state)
-        for worker in workshop.workers()
-        if worker.state.phase == "seal" and _place(worker.state) < own and is_alive(worker)
-    ]
-    return not any(getting_on)
-
-
-def _place(state: WorkerState) -> tuple[int, str]:
-    return state.rank, state.token

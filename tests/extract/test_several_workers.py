@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import kvformat
+import kvformat.extract.publishing
 from kvformat.cli.app import app
 from kvformat.errors import ConflictError, IdentityError, KVFormatWarning, UsageError, make_error
-from kvformat.extract import HuggingFaceExtractor, Plan, Tokeniser, extract_plan, make_plan, open_plan, run, working
+from kvformat.extract import HuggingFaceExtractor, Plan, Tokeniser, extract_plan, make_plan, open_plan, run
 from kvformat.extract.progress import Silent
 from kvformat.interfaces import Extracted
 from kvformat.spec.context import Context, Text
@@ -153,7 +154,7 @@ def test_a_shard_that_is_gone_when_it_is_published_is_made_again(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = work(plan, tmp_path / "one", 0, 1)
-    real = working.seal
+    real = kvformat.extract.publishing.seal
     calls = []
 
     def losing(workshop: Any, *args: Any, **options: Any) -> str:
@@ -162,7 +163,7 @@ def test_a_shard_that_is_gone_when_it_is_published_is_made_again(
             staged_shards(tmp_path / "ds")[3].unlink()
         return real(workshop, *args, **options)
 
-    monkeypatch.setattr(working, "seal", losing)
+    monkeypatch.setattr(kvformat.extract.publishing, "seal", losing)
     with pytest.warns(KVFormatWarning, match="W006"):
         identity, made = work(plan, tmp_path / "ds", 0, 1)
     assert (identity, len(calls)) == (expected, 2)

@@ -19,7 +19,9 @@ from kvformat.extract.assignment import Movement
 from kvformat.extract.batch_check import Batches
 from kvformat.extract.identify import identity_of
 from kvformat.extract.progress import Silent
-from kvformat.extract.working import Clock, make_shards, seal_in_turn
+from kvformat.extract.publishing import seal_in_turn
+from kvformat.extract.standing import Clock
+from kvformat.extract.working import make_shards
 from kvformat.interfaces import Extracted
 from kvformat.loader.world import World
 from kvformat.spec.context import Context, Text
@@ -169,7 +171,7 @@ def sealed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         found.times += 1
         return "by itself"
 
-    monkeypatch.setattr("kvformat.extract.working.seal", seal)
+    monkeypatch.setattr("kvformat.extract.publishing.seal", seal)
     return found
 
 
