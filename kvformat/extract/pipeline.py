@@ -160,6 +160,7 @@ class _Run(Generic[P, T]):
         if copy is not None:
             self._use(copy)
         self._on_the_way: Handover[_Item[P]] = Handover(most_nbytes)
+        self._stored = threading.Event()
         self._token_nbytes = 0.0  # of the last group
 
     def through(self, groups: Iterable[Sequence[P]]) -> None:
@@ -170,7 +171,7 @@ class _Run(Generic[P, T]):
             self._compute_all(groups)
             self._on_the_way.end()
             with self._blocked():
-                _join(thread)
+                self._wait_for(thread)
             self._on_the_way.check()
         except BaseException:
             self._on_the_way.stop()
@@ -178,11 +179,17 @@ class _Run(Generic[P, T]):
                 self._sink.stop()
             finally:
                 if thread.ident is not None:  # an interrupt may come before it has begun
-                    _join(thread)
+                    self._wait_for(thread)
             raise
         finally:
             if self._copy is not None:
                 self._copy.close()
+
+    def _wait_for(self, thread: threading.Thread) -> None:
+        # An interrupt within `join` has the interpreter take a thread that runs for one that ended.
+        while not self._stored.wait(LISTEN_S):
+            pass
+        thread.join()
 
     # -- the calling thread
 
@@ -286,6 +293,8 @@ class _Run(Generic[P, T]):
                 del item  # its memory, else, would last until the next one is there
         except BaseException as error:  # noqa: BLE001 - raised by the calling thread
             self._on_the_way.fail(error)
+        finally:
+            self._stored.set()
 
     def _store(self, item: _Item[P]) -> None:
         refusal = item.refusal
@@ -321,11 +330,6 @@ class _Run(Generic[P, T]):
         finally:
             copy.release(sent)
         return None
-
-
-def _join(thread: threading.Thread) -> None:
-    while thread.is_alive():
-        thread.join(LISTEN_S)
 
 
 def _nbytes(found: Extracted) -> int:

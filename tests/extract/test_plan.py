@@ -542,7 +542,7 @@ def test_every_truncation_and_absence_is_found_out(plan: Plan, tmp_path: Path) -
                 open_plan(tmp_path / "plan")
             assert refused.value.code == "E307"
         file.unlink()
-        with pytest.raises(DamageError, match="make one with `kvformat plan`") as refused:
+        with pytest.raises(DamageError, match="make it again with `kvformat plan`") as refused:
             open_plan(tmp_path / "plan")
         assert refused.value.path == str(file)
         file.write_bytes(data)

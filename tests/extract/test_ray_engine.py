@@ -191,8 +191,9 @@ class Unreached(ModuleType):
     def is_initialized(self) -> bool:
         return False
 
-    def init(self, *, address: str | None, include_dashboard: bool) -> None:
+    def init(self, *, address: str | None, include_dashboard: bool, log_to_driver: bool) -> None:
         assert not include_dashboard
+        assert not log_to_driver
         self.called.append(address)
         raise ConnectionError("could not find any running Ray instance")
 
