@@ -20,6 +20,9 @@ class Handover(Generic[T]):
     Room is reserved before something is made, and released when it is done with: what is being made, waits, or is
     worked on, has no more bytes than allowed. Something larger passes alone.
 
+    Who waits for room is woken once half of it is free: threads that woke each other for every item would spend more
+    time on that than on small items.
+
     Parameters
     ----------
     most_nbytes
@@ -94,7 +97,8 @@ class Handover(Generic[T]):
         """So many bytes are done with."""
         with self._changed:
             self._nbytes -= nbytes
-            self._changed.notify_all()
+            if 2 * self._nbytes <= self._most:
+                self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Nothing is taken any more, for this reason."""

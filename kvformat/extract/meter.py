@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
@@ -131,27 +132,23 @@ class PipelineMeter:
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._seconds = dict.fromkeys((f"{what}_s" for what in (*_STEPS, "blocked", "starved", "elapsed")), 0.0)
+        self._seconds = dict.fromkeys((*_STEPS, "blocked", "starved", "elapsed"), 0.0)
         self._counts = dict.fromkeys(("records", "skipped", "tokens", "nbytes"), 0)
         self._device_timed = False
-        self._busy: dict[int, tuple[str, float]] = {}  # by thread: what it is doing, and since when
+        self._busy: dict[int, _Span] = {}  # by thread
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Count the time of the block as elapsed."""
-        with self._timed("elapsed", _WHOLE):
-            yield
+        return _Span(self._clock, self._lock, self._busy, self._seconds, "elapsed", _WHOLE)
 
-    @contextmanager
-    def during(self, what: Step | Wait) -> Iterator[None]:
+    def during(self, what: Step | Wait) -> AbstractContextManager[None]:
         """Count the time of the block. Blocks of one thread do not nest."""
-        with self._timed(what, threading.get_ident()):
-            yield
+        return _Span(self._clock, self._lock, self._busy, self._seconds, what, threading.get_ident())
 
     def add(self, what: Step | Wait, seconds: float) -> None:
         """Count what something else measured: the device."""
         with self._lock:
-            self._seconds[f"{what}_s"] += seconds
+            self._seconds[what] += seconds
 
     def count(self, *, tokens: int, nbytes: int) -> None:
         """A record was handed to the storage."""
@@ -173,19 +170,44 @@ class PipelineMeter:
     def times(self) -> PipelineTimes:
         """Times so far, those under way included."""
         with self._lock:
+            seconds = dict(self._seconds)
+            busy = list(self._busy.values())
             now = self._clock()
-            sums: dict[str, Any] = self._seconds | self._counts
-            for what, begun in self._busy.values():
-                sums[f"{what}_s"] += now - begun
-            return PipelineTimes(device_timed=self._device_timed, **sums)
+            for span in busy:
+                seconds[span.what] += now - span.begun
+            sums: dict[str, Any] = {f"{what}_s": amount for what, amount in seconds.items()}
+            return PipelineTimes(device_timed=self._device_timed, **sums, **self._counts)
 
-    @contextmanager
-    def _timed(self, what: str, line: int) -> Iterator[None]:
+
+class _Span:
+    """A block whose time is counted. There are several a record, and a generator would take twice the time."""
+
+    __slots__ = ("_busy", "_clock", "_line", "_lock", "_seconds", "begun", "what")
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        lock: threading.Lock,
+        busy: dict[int, _Span],
+        seconds: dict[str, float],
+        what: str,
+        line: int,
+    ) -> None:
+        self._clock = clock
+        self._lock = lock
+        self._busy = busy
+        self._seconds = seconds
+        self._line = line
+        self.what = what
+        self.begun = 0.0
+
+    def __enter__(self) -> None:
+        self.begun = self._clock()
+        self._busy[self._line] = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         with self._lock:
-            self._busy[line] = what, self._clock()
-        try:
-            yield
-        finally:
-            with self._lock:
-                _, begun = self._busy.pop(line)
-                self._seconds[f"{what}_s"] += self._clock() - begun
+            self._busy.pop(self._line, None)
+            self._seconds[self.what] += self._clock() - self.begun

@@ -30,8 +30,18 @@ def test_there_is_room_up_to_the_bound(pool) -> None:
     way.reserve(40)
     waiting = pool.submit(way.reserve, 1)
     assert not waiting.done()
-    way.release(40)
+    way.release(60)
     waiting.result(WAIT_S)
+
+
+def test_who_waits_for_room_is_woken_when_half_of_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    way: Handover[str] = Handover(100)
+    woken = []
+    monkeypatch.setattr(way._changed, "notify_all", lambda: woken.append(way._nbytes))
+    way.reserve(90)
+    for _ in range(6):
+        way.release(15)
+    assert woken == [45, 30, 15, 0]
 
 
 def test_what_is_larger_than_the_bound_passes_alone(pool) -> None:
