@@ -1,7 +1,8 @@
 """What extraction costs beside the model: forward, copy, hashing and writing beside each other, until durable.
 
 writer     a copy in memory for a model, through the pipeline, against the writer alone fed the same tensors
-model      a real model through the pipeline, against its bare forwards over the same batches
+model      a real model through the pipeline, against its bare forwards over the same batches; with a core left for
+           storing, as beside a GPU, and with none, where what storing computes is taken from the model
 processes  the first again by two processes, half of the records each, against one; and the disk by bare writers
 """
 
@@ -50,7 +51,7 @@ from kvformat.spec.document import Document
 PARTS = ("writer", "model", "processes")
 Part = Literal["writer", "model", "processes"]
 MODEL = Path(".models/smollm2")
-INFLIGHT_NBYTES = 256 << 20
+INFLIGHT_NBYTES = 64 << 20
 LENGTHS = (64, 160, 256)
 BATCH_TOKENS = 512
 
@@ -253,11 +254,12 @@ def bare_forward(decoder: Any, groups: Sequence[Sequence[Planned]]) -> None:
             raise ValueError("the cache is incomplete")
 
 
-def measure_model(model: Path, path: Path, *, rounds: int, count: int) -> list[Bar]:
+def measure_model(model: Path, path: Path, *, rounds: int, count: int, threads: int) -> list[Bar]:
     from transformers import AutoModelForCausalLM
 
     from kvformat.extract import HuggingFaceExtractor
 
+    torch.set_num_threads(threads)
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     extractor = HuggingFaceExtractor.of(loaded, context="unknown")
     decoder = loaded.get_decoder()
@@ -298,7 +300,7 @@ def measure_model(model: Path, path: Path, *, rounds: int, count: int) -> list[B
     fresh()
     title = (
         f"extraction of {tokens:,} tokens, {sum(map(len, groups))} documents in {len(groups)} batches, "
-        f"{loaded.dtype}, {torch.get_num_threads()} threads, {nbytes / 1e6:.0f} MB"
+        f"{loaded.dtype}, {threads} threads on {os.cpu_count()} cores, {nbytes / 1e6:.0f} MB"
     )
     print_table(title, found, against=[bare], unit="us", note="us a token")
     print_notes(contenders)
@@ -307,7 +309,7 @@ def measure_model(model: Path, path: Path, *, rounds: int, count: int) -> list[B
     ratio = by_name[piped].speed_over(by_name[bare])
     return [
         Bar(
-            what=f"{model.name}: extraction until durable, against bare forwards of the same batches",
+            what=f"{model.name}, {threads} threads: until durable, against bare forwards of the same batches",
             target=">= 0.95",
             found=f"{ratio:.2f}, {tokens / statistics.median(by_name[piped].seconds):,.0f} tokens a second",
             met=ratio >= 0.95,
@@ -483,7 +485,8 @@ def main(
     fraction: Annotated[float, typer.Option(help="Part of the records, for a trial run.")] = 1.0,
     model: Annotated[Path, typer.Option(help="Directory of the model.")] = MODEL,
     threads: Annotated[
-        int | None, typer.Option(help="Threads the model computes with; torch's choice when absent.")
+        list[int] | None,
+        typer.Option(help="Threads the model computes with; all cores but one, and all, when absent."),
     ] = None,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
     *,
@@ -493,14 +496,15 @@ def main(
     if child is not None:
         in_child(json.loads(child))
         return
-    threads = threads or torch.get_num_threads()
     bars: list[Bar] = []
     with workspace("extraction", keep=keep) as path:
         print_facts(path)
         for chosen in part or PARTS:
             if chosen == "model":
-                torch.set_num_threads(threads)
-                bars += measure_model(model, path, rounds=rounds, count=max(4, int(96 * fraction)))
+                cores = os.cpu_count() or 1
+                for count in threads or sorted({max(1, cores - 1), cores}):
+                    documents = max(4, int(96 * fraction))
+                    bars += measure_model(model, path, rounds=rounds, count=documents, threads=count)
                 continue
             torch.set_num_threads(1)  # copies as the bare operations do them
             for name in shape or list(SHAPES):
