@@ -13,7 +13,7 @@ from kvformat.errors import KVFormatError, make_error
 
 __all__ = ["translate", "translated"]
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
 
@@ -24,6 +24,11 @@ def translate(error: OSError, path: str | os.PathLike[str], *, needed_nbytes: in
     if error.errno in _FULL:
         need = "" if needed_nbytes is None else f"{needed_nbytes:,} bytes are needed, "
         return make_error("E200", f"{text}: {need}{_free(path)}free space and resume", path=path)
+    if error.errno == errno.EFBIG:
+        limit = (
+            "a limit on the size of one file, not the free space, is reached: raise `ulimit -f`, write smaller files"
+        )
+        return make_error("E200", f"{text}: {limit}, or choose a file system that takes larger ones", path=path)
     if error.errno in _MISSING:
         return make_error("E002", "the file is missing: restore it from a copy of the dataset", path=path)
     if error.errno == errno.ELOOP:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import threading
 import weakref
 from collections import deque
 
 import numpy as np
-from numpy.typing import NDArray
+
+from kvformat.storage.arena import PAGE, Arena, fresh_mapping, open_arena
 
 __all__ = ["Region", "Regions"]
-
-_HUGE_PAGE = 2 << 20
-_STEPS = 8
-"""Sizes between two powers of two: so a region is at most an eighth larger than what it was asked for."""
 
 
 class Region(np.ndarray[tuple[int], np.dtype[np.uint8]]):
@@ -27,7 +22,7 @@ class Region(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
 
 class Regions:
-    """Gives out memory, and keeps what came back for the next who asks.
+    """Gives out memory, and keeps what came back for the next who asks, whatever size that has.
 
     Fresh memory costs more than what is copied into it: a page fault for every page, one after the other for all
     threads of a process.
@@ -35,81 +30,70 @@ class Regions:
     Parameters
     ----------
     keep_nbytes
-        Bytes kept at most; what comes back beyond that goes to the system.
+        About so many bytes are kept while nobody uses them; more while the last regions needed more.
     """
 
     def __init__(self, keep_nbytes: int) -> None:
-        self._keep = keep_nbytes
+        self._keep = -(-keep_nbytes // PAGE) * PAGE
         self._begin()
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes taken from the system, and used by nobody now."""
+        self._need_own()
+        with self._lock:
+            arena = self._arena
+            if arena is None:
+                return 0
+            self._take_back(arena)
+            return max(0, arena.touched - arena.in_use)
 
     def take(self, nbytes: int) -> Region:
         """Memory of ``nbytes`` bytes with any content; OSError where there is none."""
-        if self._process != os.getpid():
-            self._begin()  # what the parent keeps is not ours, nor its lock
-        size = _rounded(nbytes)
+        self._need_own()
+        size = -(-max(nbytes, 1) // PAGE) * PAGE
         with self._lock:
-            self._sort()
-            kept = self._free.get(size)
-            whole = kept.pop() if kept else None
-            if whole is not None:
-                self._kept -= size
-        if whole is None:
-            whole = _fresh(size)
+            arena, start = self._arena, None
+            if arena is not None:
+                arena.take_back(self._keep)
+                start = arena.take(size)
+                if start is not None:
+                    arena.touch(start + size)
         # Whatever is made of the region refers to this, whose base is no array: numpy passes arrays over.
-        used = np.frombuffer(whole.data, dtype=np.uint8, count=nbytes)
-        weakref.finalize(used, _give_back, weakref.ref(self), self._returned, whole).atexit = False
+        if arena is None or start is None:
+            return np.frombuffer(fresh_mapping(size), dtype=np.uint8, count=nbytes).view(Region)
+        used = np.frombuffer(arena.memory, dtype=np.uint8, count=nbytes, offset=start)
+        weakref.finalize(used, _give_back, weakref.ref(self), arena.returned, (start, start + size)).atexit = False
         return used.view(Region)
 
-    def see_to(self, returned: deque[NDArray[np.uint8]]) -> None:
+    def see_to(self, returned: deque[tuple[int, int]]) -> None:
         """See to what was returned now, where that can be done without waiting for anybody."""
-        if returned is self._returned and self._lock.acquire(blocking=False):
+        arena = self._arena
+        if arena is not None and returned is arena.returned and self._lock.acquire(blocking=False):
             try:
-                self._sort()
+                self._take_back(arena)
             finally:
                 self._lock.release()
 
-    def _sort(self) -> None:
-        """See to what was returned. Who returns waits for no lock: it may be a garbage collection that holds it."""
-        while self._returned:
-            whole = self._returned.popleft()
-            if self._kept + len(whole) > self._keep:
-                self._drop(len(whole))
-            if self._kept + len(whole) <= self._keep:
-                self._free.setdefault(len(whole), []).append(whole)
-                self._kept += len(whole)
+    def _take_back(self, arena: Arena) -> None:
+        arena.take_back(self._keep)
+        if not arena.in_use:  # whatever was needed lately, nobody is at work now
+            arena.asked = self._keep
+            arena.take_back(self._keep)
 
-    def _drop(self, nbytes: int) -> None:
-        """Let go of other sizes, which nobody asked for lately as it seems."""
-        for size in [size for size in self._free if size != nbytes]:
-            while self._free[size] and self._kept + nbytes > self._keep:
-                self._free[size].pop()
-                self._kept -= size
-            if not self._free[size]:
-                del self._free[size]
+    def _need_own(self) -> None:
+        if self._process != os.getpid():
+            self._begin()  # what the parent keeps is not ours, nor its lock
 
     def _begin(self) -> None:
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._returned: deque[NDArray[np.uint8]] = deque()
-        self._free: dict[int, list[NDArray[np.uint8]]] = {}
-        self._kept = 0
+        self._arena = open_arena(self._keep)
 
 
-def _give_back(regions: weakref.ref[Regions], returned: deque[NDArray[np.uint8]], whole: NDArray[np.uint8]) -> None:
-    returned.append(whole)
+def _give_back(regions: weakref.ref[Regions], returned: deque[tuple[int, int]], extent: tuple[int, int]) -> None:
+    # Who returns waits for no lock: it may be a garbage collection that holds it.
+    returned.append(extent)
     found = regions()
     if found is not None:
         found.see_to(returned)
-
-
-def _rounded(nbytes: int) -> int:
-    step = max(mmap.PAGESIZE, (1 << max(nbytes - 1, 0).bit_length()) // (2 * _STEPS))
-    return -(-nbytes // step) * step
-
-
-def _fresh(nbytes: int) -> NDArray[np.uint8]:
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= _HUGE_PAGE:
-        with contextlib.suppress(OSError, AttributeError):  # not every kernel has them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)

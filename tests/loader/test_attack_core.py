@@ -14,13 +14,14 @@ import torch
 
 from kvformat.errors import KVFormatError, StorageError
 from kvformat.loader import batch as batch_module
-from kvformat.loader import buffers, packers, source
+from kvformat.loader import packers, source
 from kvformat.loader.batch import Batch
 from kvformat.loader.buffers import BufferPool
 from kvformat.loader.layouts import HF, Packed, Padded
 from kvformat.loader.lookup import gather
 from kvformat.loader.prefetch import KVLoader
 from kvformat.loader.source import source_of
+from kvformat.storage.arena import Arena
 from tests.loader.made import make_dataset
 
 MIB = 1 << 20
@@ -70,7 +71,7 @@ def in_time(work, *, seconds: float = 30) -> None:
 
 def test_an_iteration_collected_while_memory_is_given_out(dataset, monkeypatch, ignored):
     """Closing it trims the pool, whose lock the very thread may hold."""
-    take = buffers._Arena.take
+    take = Arena.take
     batches = iter(KVLoader(dataset, [[n] for n in range(RECORDS)]))
     next(batches)
     started = threads()
@@ -82,7 +83,7 @@ def test_an_iteration_collected_while_memory_is_given_out(dataset, monkeypatch, 
             gc.collect()
         return take(arena, nbytes)
 
-    monkeypatch.setattr(buffers._Arena, "take", collecting)
+    monkeypatch.setattr(Arena, "take", collecting)
     monkeypatch.setattr(packers, "_PATIENCE_S", 0.2)
     in_time(lambda: gather(dataset, records=[1]))
     for thread in started:
@@ -118,7 +119,7 @@ def test_an_iteration_collected_by_a_thread_of_its_own(dataset, monkeypatch, ign
 
 def test_an_iteration_collected_by_whoever_its_threads_wait_for(dataset, monkeypatch, ignored):
     """They wait for memory, and who gives it out would wait for them."""
-    pack, take = Batch.pack, buffers._Arena.take
+    pack, take = Batch.pack, Arena.take
     held, waiting = threading.Event(), threading.Event()
 
     def late(batch: Batch, **options) -> Batch:
@@ -141,7 +142,7 @@ def test_an_iteration_collected_by_whoever_its_threads_wait_for(dataset, monkeyp
     abandon(batches)
     del batches
     assert waiting.wait(timeout=60)
-    monkeypatch.setattr(buffers._Arena, "take", holding)
+    monkeypatch.setattr(Arena, "take", holding)
     in_time(lambda: gather(dataset, records=[1]))
     for thread in started:
         thread.join(timeout=60)
