@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +12,18 @@ from typing import Any
 
 from benchmarks.remote_clients import S3, boto_of, obstore_of
 
-__all__ = ["SENDERS", "Send"]
+__all__ = ["DIGESTING", "SENDERS", "Send"]
 
 Send = Callable[[str, Sequence[tuple[str, Path]]], None]
 """Takes the bucket, and keys with the files to send there."""
 
 
-def _obstore_sender(s3: S3, part_nbytes: int, in_flight: int, *, unsigned: bool) -> Send:
+def _sha256(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _obstore_sender(s3: S3, part_nbytes: int, in_flight: int, *, unsigned: bool, digests: bool = False) -> Send:
     import obstore
 
     def send(bucket: str, files: Sequence[tuple[str, Path]]) -> None:
@@ -30,7 +36,8 @@ def _obstore_sender(s3: S3, part_nbytes: int, in_flight: int, *, unsigned: bool)
 
             async def work() -> None:
                 for key, path in left:
-                    await obstore.put_async(
+                    hashed = asyncio.to_thread(_sha256, path) if digests else asyncio.sleep(0)
+                    put = obstore.put_async(
                         store,
                         key,
                         path,
@@ -38,6 +45,7 @@ def _obstore_sender(s3: S3, part_nbytes: int, in_flight: int, *, unsigned: bool)
                         chunk_size=part_nbytes,
                         max_concurrency=max(1, in_flight // side_by_side),
                     )
+                    await asyncio.gather(hashed, put)
 
             await asyncio.gather(*(work() for _ in range(side_by_side)))
 
@@ -54,6 +62,11 @@ def obstore_sender(s3: S3, part_nbytes: int, in_flight: int) -> Send:
 def obstore_unsigned_sender(s3: S3, part_nbytes: int, in_flight: int) -> Send:
     """As :func:`obstore_sender`, leaving the payload out of the signature: no SHA-256 of it."""
     return _obstore_sender(s3, part_nbytes, in_flight, unsigned=True)
+
+
+def obstore_digests_sender(s3: S3, part_nbytes: int, in_flight: int) -> Send:
+    """As :func:`obstore_unsigned_sender`, with the SHA-256 of each file, which whoever publishes it needs."""
+    return _obstore_sender(s3, part_nbytes, in_flight, unsigned=True, digests=True)
 
 
 def boto_sender(s3: S3, part_nbytes: int, in_flight: int) -> Send:
@@ -104,5 +117,9 @@ def boto_sender(s3: S3, part_nbytes: int, in_flight: int) -> Send:
 SENDERS = {
     "obstore": obstore_sender,
     "obstore, payload unsigned": obstore_unsigned_sender,
+    "obstore, payload unsigned, SHA-256 of files": obstore_digests_sender,
     "boto3 threads": boto_sender,
 }
+
+DIGESTING = ("obstore", "obstore, payload unsigned, SHA-256 of files", "boto3 threads")
+"""Those that compute a SHA-256 of every byte: of each part, for its signature, or of each file."""

@@ -1,23 +1,26 @@
-"""A dataset sent to the server, copied or written there, against bare multipart PUTs of the same files."""
+"""A dataset sent to the server, copied or written there, against bare PUTs of the same files and their digests."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import kvformat
 from benchmarks.harness import Bar, Contender, print_notes
 from benchmarks.remote_measure import best_of, measure_all, print_metered, ratio_bar
 from benchmarks.remote_origin import Limits
 from benchmarks.remote_reading import REQUEST_NBYTES
-from benchmarks.remote_senders import SENDERS
+from benchmarks.remote_senders import DIGESTING, SENDERS
 from benchmarks.remote_server import Origin
 from benchmarks.shapes import Corpus
 
 __all__ = ["measure_upload"]
 
 COPY, CREATE = "kvformat copy", "kvformat create"
+UNSIGNED = ", payload unsigned"
 
 
 class _Bucket:
@@ -40,40 +43,42 @@ class _Bucket:
 def measure_upload(
     origin: Origin, corpus: Corpus, local: Path, limits: Limits, spool: Path, *, shard_nbytes: int, rounds: int
 ) -> list[Bar]:
-    """The table, and the bars against the best bare client."""
+    """The table, and the bars against the best bare client that computes digests."""
     files = [(f"ds/{path.relative_to(local).as_posix()}", path) for path in sorted(local.rglob("*")) if path.is_file()]
     nbytes = sum(path.stat().st_size for _, path in files)
     bucket = _Bucket(origin)
     expected = kvformat.open(local).id
 
-    def copied(_work: object) -> int:
-        report = kvformat.copy(local, f"s3://{bucket.name}/ds", target_options=origin.options)
+    def copied(_work: object, options: dict[str, Any]) -> int:
+        report = kvformat.copy(local, f"s3://{bucket.name}/ds", target_options=options)
         _require(report.id, expected)
         return nbytes
 
-    def created(_work: object) -> int:
-        with _writer(origin, corpus, f"s3://{bucket.name}/ds", spool, shard_nbytes) as writer:
+    def created(_work: object, options: dict[str, Any]) -> int:
+        with _writer(options, corpus, f"s3://{bucket.name}/ds", spool, shard_nbytes) as writer:
             for record in corpus.records:
                 k, v = record.tensors()
                 writer.add(record.name, {"k": k, "v": v}, token_ids=record.token_ids)
         return nbytes
 
-    contenders = [
-        Contender(
-            name=COPY,
-            run=copied,
-            verify="sent: SHA-256, MD5",
-            before=bucket.renew,
-            note="from the local directory, page cache hot; every file proved by its digest on the way",
-        ),
-        Contender(
-            name=CREATE,
-            run=created,
-            verify="made: all sums",
-            before=bucket.renew,
-            note=f"from memory, shards of {shard_nbytes >> 20} MiB through the spool; sums, digests and index too",
-        ),
-    ]
+    contenders = []
+    for kind, options in (("", origin.options), (UNSIGNED, _unsigned(origin.options))):
+        contenders += [
+            Contender(
+                name=COPY + kind,
+                run=partial(copied, options=options),
+                verify="sent: SHA-256, CRC-32 or MD5",
+                before=bucket.renew,
+                note="from the local directory, page cache hot; every file proved by its digest on the way",
+            ),
+            Contender(
+                name=CREATE + kind,
+                run=partial(created, options=options),
+                verify="made: all sums",
+                before=bucket.renew,
+                note=f"from memory, shards of {shard_nbytes >> 20} MiB through the spool; sums, digests and index too",
+            ),
+        ]
     for client, make in SENDERS.items():
         send = make(origin.s3, REQUEST_NBYTES, limits.put[client])
 
@@ -91,17 +96,25 @@ def measure_upload(
         bucket.drop()
         shutil.rmtree(spool, ignore_errors=True)
     by_name = {series.contender.name: series for series in found}
-    bare = best_of([series for series in found if series.contender.bare])
+    bare = best_of([by_name[name] for name in DIGESTING])
     title = (
         f"upload of a dataset, {corpus.shape.name}: {len(files)} files, {nbytes / 1e9:.2f} GB, parts of "
         f"{REQUEST_NBYTES >> 20} MiB; {rounds} rounds"
     )
-    print_metered(title, found, against=[bare.contender.name])
+    print_metered(title, found, against=["obstore", bare.contender.name])
     print_notes(contenders)
-    return [ratio_bar(f"{corpus.shape.name}, upload", by_name[name], bare, 0.85) for name in (COPY, CREATE)]
+    return [
+        ratio_bar(f"{corpus.shape.name}, upload", by_name[name], bare, 0.85)
+        for name in (COPY + UNSIGNED, CREATE + UNSIGNED)
+    ]
 
 
-def _writer(origin: Origin, corpus: Corpus, url: str, spool: Path, shard_nbytes: int) -> kvformat.Writer:
+def _unsigned(options: dict[str, Any]) -> dict[str, Any]:
+    """Without a SHA-256 of each part in its signature, as over HTTPS; what arrived is compared all the same."""
+    return {**options, "config_kwargs": {"s3": {"payload_signing_enabled": False}}}
+
+
+def _writer(options: dict[str, Any], corpus: Corpus, url: str, spool: Path, shard_nbytes: int) -> kvformat.Writer:
     shape = corpus.shape
     schema = kvformat.Schema.uniform(
         num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype="BF16"
@@ -111,7 +124,7 @@ def _writer(origin: Origin, corpus: Corpus, url: str, spool: Path, shard_nbytes:
         schema=schema,
         context=kvformat.Context.unknown(),
         shard_nbytes=shard_nbytes,
-        storage_options=origin.options,
+        storage_options=options,
         spool=spool,
     )
 
