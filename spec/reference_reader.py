@@ -449,6 +449,9 @@ MANIFEST = members({
 WEIGHTS_FILE = members({"tensors": array(members(
     {"dtype": choice("BF16", "F16", "F32"), "name": string(), "sha256": HEX64, "shape": INTEGERS}))})
 INV_FREQ_FILE = members({"groups": array(members({"layers": INTEGERS, "values": array(REAL)}))})
+BOUNDS_FILE = members({"components": array(members(
+    {"name": string(), "relative_rms": REAL}, {"quantisation": LABEL}))})
+COVERED_FILES = {"bounds": BOUNDS_FILE, "inv_freq": INV_FREQ_FILE, "weights": WEIGHTS_FILE}
 # fmt: on
 
 
@@ -769,15 +772,26 @@ class Index(NamedTuple):
 
 
 def check_covered(store: Store, path: str, file: dict[str, Any], manifest: dict[str, Any]) -> None:
-    """The content of a covered file that section 9 owns; E044 whatever is wrong (9.5 to 9.7)."""
+    """The content of a covered file that section 9 owns; E044 whatever is wrong (9.5 to 9.8)."""
     label = file["name"]
     if file["size"] > 67_108_864:
         raise Refused("E044", "the covered file is too large", path)  # 9.6
     try:
         content = decode(store.read(path, 0, file["size"]), path)
-        well_formed(content, WEIGHTS_FILE if label == "weights" else INV_FREQ_FILE, path)  # 9.5
+        well_formed(content, COVERED_FILES[label], path)  # 9.5
     except Refused as fault:
         raise Refused("E044", fault.message, path) from None
+    if label == "bounds":
+        names = [bound["name"] for bound in content["components"]]
+        schema = manifest["schema"]
+        if not ascending([name.encode() for name in names]):
+            raise Refused("E044", "names are not in order", path)  # 9.8
+        if not set(names) <= {component["name"] for component in schema["components"]} - scale_names(schema):
+            raise Refused("E044", "a name is that of a scale, or of no component", path)  # 9.8
+        values = [bound["relative_rms"] for bound in content["components"]]
+        if any(bad_real(value) or value >= "8" for value in values):
+            raise Refused("E044", "a bound is negative or not finite", path)  # 5, 9.8
+        return
     if label == "inv_freq":
         if any(not group["values"] or any(map(bad_real, group["values"])) for group in content["groups"]):
             raise Refused("E044", "values are missing, not finite, or -0", path)  # 5, 9.7
@@ -813,7 +827,7 @@ def read_index(store: Store, manifest: dict[str, Any]) -> tuple[Index, set[str]]
         paths.add(path)
         check_size(store, path, file["size"])
         check_digest(path, store.sha256(path, file["size"]), file["sha256"])
-        if file["name"] in ("weights", "inv_freq"):
+        if file["name"] in COVERED_FILES:
             check_covered(store, path, file, manifest)
     return index, paths
 

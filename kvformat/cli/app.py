@@ -24,12 +24,16 @@ from kvformat.cli.verify import verify
 
 __all__ = ["app"]
 
+_SPELLINGS = {"quantize": "quantise"}
+"""Other spellings of options; help shows one alone."""
+
 app = typer.Typer(
     cls=Commands,
     add_completion=False,
     rich_markup_mode=None,  # plain help costs no import of rich
     pretty_exceptions_enable=False,
     epilog=EXIT_CODES,
+    context_settings={"token_normalize_func": lambda token: _SPELLINGS.get(token, token)},
 )
 for command in (
     extract,
@@ -61,7 +65,14 @@ def kvformat_(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    """Datasets of the per-layer attention keys and values of a frozen transformer.
+    r"""Datasets of the per-layer attention keys and values (K/V) of a frozen transformer.
 
-    Stored once, verified, read back at the speed of the storage.
+    Computed once, verified, read back at the speed of the storage.
+
+    \b
+    One process:      estimate, extract, inspect, verify
+    Several workers:  documents, plan, extract --plan, status, seal
+    Then:             check-documents, diff, copy
+
+    `kvformat COMMAND --help` says more.
     """

@@ -39,10 +39,17 @@ def check_documents(
     ],
     *,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="DIR_OR_ID", help="Turns text, with the tokenizer of this model.")
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="DIR_OR_ID",
+            help="Model whose tokenizer turns text into token ids, and is compared with the dataset's.",
+        ),
     ] = None,
     revision: options.Revision = None,
-    subset: Annotated[bool, typer.Option("--subset", help="Documents of the dataset may be left out.")] = False,
+    subset: Annotated[
+        bool, typer.Option("--subset", help="The trainer need not ask for all documents of the dataset.")
+    ] = False,
     values: Annotated[
         bool,
         typer.Option(
@@ -53,10 +60,10 @@ def check_documents(
     storage_option: options.StorageOptions = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare a trainer's tokenised documents with those of a dataset, token by token.
+    """Compare a trainer's documents with those of a dataset.
 
-    Looks for names and documents of one side alone, for the first token that differs, and for another tokenizer or
-    template. Several names of one document are fine. Exits with 1 where anything differs.
+    Token by token: looks for names and documents of one side alone, for the first token that differs, and for another
+    tokenizer or template. Several names of one document are fine. Exits with 1 where anything differs.
     """
     storage_options = options.parse_storage_options(storage_option, "--storage-option")
     quiet_libraries(terminal=output.is_terminal(sys.stderr))

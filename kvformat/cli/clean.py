@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +17,7 @@ from kvformat.errors import KVFormatError, make_error
 if TYPE_CHECKING:
     from kvformat.storage.lease import DirectoryLease
 
-__all__ = ["ask", "clean", "patience", "take_leases"]
+__all__ = ["ask", "clean", "take_leases"]
 
 
 def clean(
@@ -75,22 +77,23 @@ def _clean(root: Path, *, yes: bool) -> None:
     for other in others(root):
         output.complain(f"not a staging directory, left alone: {output.plain(other)}")
     if live:
-        where = _count(len(live))
-        raise make_error(
-            "E117",
-            f"a writer is at work in {where}: wait for it, or stop it, and clean again{patience(live)}",
-            path=live[0],
-        )
+        raise make_error("E117", f"{_count(len(live))} left alone: {_holders(live)}", path=live[0])
 
 
-def patience(live: Iterable[Path]) -> str:
-    """What to add where nobody can ask the workers themselves."""
+def _holders(live: Iterable[Path]) -> str:
+    """Who holds what is left alone, as far as it says so, and what to do about it."""
+    from kvformat.write.at_work import at_work
+    from kvformat.write.local_workers import workers_in
     from kvformat.write.staging import is_shared
-    from kvformat.write.worker_state import STALE_S
+    from kvformat.write.worker_state import is_alive
 
-    if not any(is_shared(path) for path in live):
-        return ""
-    return f"; a worker killed on another machine counts as gone {STALE_S:.0f} s after its last word"
+    workers = []
+    for path in live:
+        with contextlib.suppress(KVFormatError):  # it is done meanwhile
+            workers += [worker for worker in workers_in(path) if is_shared(path) and is_alive(worker)]
+    if not workers:
+        return "a writer is at work: wait for it, or stop it, and clean again"
+    return at_work(workers, now=time.time(), then="clean again")
 
 
 def take_leases(paths: Iterable[Path], held: dict[Path, DirectoryLease]) -> list[Path]:

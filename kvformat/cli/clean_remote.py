@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from kvformat.cli import output
@@ -14,10 +15,11 @@ from kvformat.storage.lease import DirectoryLease
 from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.remote import Remote
 from kvformat.storage.store import Stat
+from kvformat.write.at_work import at_work
 from kvformat.write.remote_receipts import KeptPlan
 from kvformat.write.remote_workers import workers_of
 from kvformat.write.spool import plan_of, remove_spool, spools
-from kvformat.write.worker_state import STALE_S, is_alive
+from kvformat.write.worker_state import Worker, is_alive
 
 __all__ = ["clean_remote"]
 
@@ -39,13 +41,14 @@ def clean_remote(remote: Remote, base: Path, *, yes: bool) -> None:
     try:
         kept = list_kept(remote)
         # Before the leases are taken, which would look like those of workers.
-        at_work = [plan for plan in kept.plans if plan.shared and _alive(remote, plan, base)]
+        workers = {plan.digest: _alive(remote, plan, base) for plan in kept.plans if plan.shared}
+        working = [digest for digest, alive in workers.items() if alive]
         live = take_leases(spools(base, remote.url), held)
-        busy = {plan_of(path) for path in live} | {plan.digest for plan in at_work}
+        busy = {plan_of(path) for path in live} | {*working}
         plans = [plan for plan in kept.plans if plan.digest not in busy]
         objects = [stat for plan in plans for stat in _last_first(plan)] + list(kept.probes)
         if not objects and not held:
-            if not live and not at_work:
+            if not live and not working:
                 output.emit("no staged work, 0 bytes freed")
             else:
                 output.emit("nothing removed, 0 bytes freed")
@@ -60,22 +63,22 @@ def clean_remote(remote: Remote, base: Path, *, yes: bool) -> None:
         output.complain(f"not of a writer, left alone: {output.plain(remote.path(other))}")
     if len(kept.others) > _MOST_NAMED:
         output.complain(f"and {len(kept.others) - _MOST_NAMED:,} more: `kvformat status` names them")
+    if working:
+        raise make_error(
+            "E117",
+            f"{output.counted(len(working), 'plan')} left alone: "
+            + at_work([one for digest in working for one in workers[digest]], now=time.time(), then="clean again"),
+            path=remote.path(f"{STAGING}/{working[0]}"),
+        )
     if live:
         raise make_error(
             "E117", "a writer is at work on this machine: wait for it, or stop it, and clean again", path=live[0]
         )
-    if at_work:
-        raise make_error(
-            "E117",
-            "workers are at work: wait for them, or stop them, and clean again; one that was killed counts as gone "
-            f"{STALE_S:.0f} s after its last word",
-            path=remote.path(f"{STAGING}/{at_work[0].digest}"),
-        )
 
 
-def _alive(remote: Remote, plan: KeptPlan, base: Path) -> bool:
+def _alive(remote: Remote, plan: KeptPlan, base: Path) -> list[Worker]:
     workers = workers_of(remote, plan.digest, [stat.name for stat in plan.objects], base=base)
-    return any(is_alive(worker) for worker in workers)
+    return [worker for worker in workers if is_alive(worker)]
 
 
 def _last_first(plan: KeptPlan) -> list[Stat]:

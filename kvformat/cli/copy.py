@@ -95,7 +95,7 @@ class Watch:
     def __call__(self, done: int, total: int) -> None:
         """So many bytes are at the target, of so many."""
         rate = done / self.seconds
-        note = f"{output.size_text(round(rate))}/s"
+        note = output.rate_text(rate)
         if isinstance(self._shown, Lines) and done:  # a bar shows it by itself
             note += f", {_duration((total - done) / rate)} left"
         self._shown.update(done, total=total, note=note)
@@ -124,5 +124,5 @@ def _lines(report: CopyReport, seconds: float) -> list[str]:
         return [*lines, "    verified at level 2: index, sizes and headers, not values; see `kvformat verify`"]
     copied = output.size_text(report.copied_nbytes)
     before = f", {output.size_text(report.skipped_nbytes)} there before" if report.skipped_nbytes else ""
-    rate = output.size_text(round(report.copied_nbytes / seconds))
-    return [*lines, f"    copied {copied} in {seconds:.1f} s: {rate}/s{before}"]
+    rate = output.rate_text(report.copied_nbytes / seconds)
+    return [*lines, f"    copied {copied} in {seconds:.1f} s: {rate}{before}"]

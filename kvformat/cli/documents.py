@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from kvformat.cli import model_options, options, output, source_options
-from kvformat.cli.counts import shown_facts, told
+from kvformat.cli.counts import documents_facts, shown_facts, told
 from kvformat.cli.progress import meter
 from kvformat.cli.quiet import quiet_libraries
 from kvformat.errors import make_error
-
-if TYPE_CHECKING:
-    from kvformat.extract.documents import Documents
 
 __all__ = ["documents"]
 
@@ -33,20 +31,23 @@ def documents(
     special_tokens: options.SpecialTokens = True,
     as_json: options.AsJson = False,
 ) -> None:
-    """Tokenise documents once, and write them to a documents file.
+    """Tokenise documents once, into a documents file.
 
-    Reads tokenizer and configuration of the model, no weights. Documents of equal token ids become one, with several
-    names. An equal file that is there already is no error; another one is never overwritten.
+    For what reads them several times: plans, and checks of a trainer's documents. Reads tokenizer and configuration
+    of the model, no weights. Documents of equal token ids become one, with several names. An equal file that is there
+    already is no error; another one is never overwritten.
     """
     columns = source_options.parse_columns(column)
     quiet_libraries(terminal=output.is_terminal(sys.stderr))
     from kvformat.extract.documents import write_documents
     from kvformat.extract.documents.opening import SUFFIX, is_documents_file
     from kvformat.extract.options import ModelOptions, SourceOptions
+    from kvformat.extract.places import check_place
     from kvformat.extract.reasoner import describe_reasoner, load_tokeniser
 
     if not is_documents_file(out) or is_documents_file(documents):
         raise make_error("E081", f"--out must be the NAME{SUFFIX} of a documents file, and --documents a source")
+    check_place(Path(out).absolute().parent, what="a documents file")
     reasoner = ModelOptions(model=model, revision=revision, images=images)
     source = SourceOptions(
         documents=documents,
@@ -64,25 +65,10 @@ def documents(
             too_long="skip" if skip_too_long else "refuse",
             progress=told(shown),
         )
-    facts = _facts(found)
+    facts = documents_facts(found)
     if as_json:
         output.emit_json({"ok": True, **facts})
     else:
         from kvformat.cli.tables import facts as table
 
         output.render(table(shown_facts(facts)))
-
-
-def _facts(found: Documents) -> dict[str, Any]:
-    return {
-        "location": found.path,
-        "documents": found.num_inputs,
-        "records": len(found),
-        "names": found.num_names,
-        "duplicates": found.num_names - len(found),
-        "skipped": len(found.skipped),
-        "tokens": int(found.num_tokens.sum(dtype="uint64")),
-        "longest": int(found.num_tokens.max()),
-        "nbytes": found.proof.nbytes,
-        "sha256": found.proof.sha256,
-    }

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvformat.cli import model_options, options, output, ray_options, source_options, spool_option
+from kvformat.cli import model_options, options, output, plan_option, ray_options, source_options, spool_option
+from kvformat.cli.busy import Machine, hint
 from kvformat.cli.group import INTERRUPTED
 from kvformat.cli.headers import header_nbytes, header_warning
 from kvformat.cli.load_time import LoadTime, load_time
 from kvformat.cli.progress import meter
 from kvformat.cli.quiet import quiet_libraries
 from kvformat.cli.watch import Watch
-from kvformat.errors import KVFormatError
+from kvformat.errors import KVFormatError, make_error
 from kvformat.spec.paths import ROOT
 
 if TYPE_CHECKING:
@@ -34,12 +35,13 @@ def extract(
         typer.Option(
             "--documents",
             metavar="SRC",
-            help="JSON Lines, Parquet, a saved data set, file.py:function, or a documents file (*.kvdocs).",
+            help="Where documents come from: JSON Lines, Parquet, a saved data set, file.py:FUNCTION, or a documents "
+            "file (*.kvdocs).",
         ),
     ] = None,
     plan: Annotated[
         str | None,
-        typer.Option("--plan", metavar="DIR", help="In place of documents: what `kvformat plan` wrote."),
+        typer.Option("--plan", metavar="DIR", help="In place of --documents: the directory `kvformat plan` wrote."),
     ] = None,
     out: options.Out,
     column: source_options.Columns = None,
@@ -60,9 +62,20 @@ def extract(
         str, typer.Option(metavar="DEVICE", help="Where the model runs: cpu, cuda (the rank's own), cuda:0.")
     ] = "cpu",
     attn_implementation: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Attention implementation, such as sdpa or eager.")
+        str | None,
+        typer.Option(metavar="NAME", help="Attention implementation, such as sdpa or eager [default: the model's]."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="Threads of the model on the CPU.")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Threads of the model on the CPU [default: torch's: $OMP_NUM_THREADS, else every core; torchrun sets "
+            "1, Ray its --ray-cpus]. On a machine shared with others, give the number of free cores: with more, they "
+            "wait for each other, and it can take many times as long. All workers need the same: the last bits depend "
+            "on it.",
+        ),
+    ] = None,
     layers: options.Layers = None,
     key_stage: model_options.KeyStage = "attention",
     quantise: model_options.Quantise = None,
@@ -81,16 +94,22 @@ def extract(
     special_tokens: options.SpecialTokens = True,
     unknown_context: Annotated[
         bool,
-        typer.Option("--unknown-context", help="Declare unknown what determines the values, instead of deriving it."),
+        typer.Option(
+            "--unknown-context",
+            help="Record that what determines the values is unknown, instead of deriving it: for models "
+            "of other families.",
+        ),
     ] = False,
     rank: Annotated[
-        int | None, typer.Option(min=0, metavar="R", help="Which worker this is [default: $RANK, else 0].")
+        int | None,
+        typer.Option(min=0, metavar="R", help="Which worker this is, counted from 0 [default: $RANK, else 0]."),
     ] = None,
     world_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="How many workers there are [default: $WORLD_SIZE, else 1].")
     ] = None,
     engine: Annotated[
-        Literal["process", "ray"], typer.Option(help="This process, or workers of a Ray cluster: a task a shard.")
+        Literal["process", "ray"],
+        typer.Option(help="Compute in this process, or in workers of a Ray cluster, a task a shard."),
     ] = "process",
     ray_address: ray_options.Address = None,
     ray_workers: ray_options.Workers = None,
@@ -98,42 +117,73 @@ def extract(
     ray_gpus: ray_options.Gpus = 0.0,
     on_error: Annotated[
         Literal["fail", "skip"],
-        typer.Option(help="What becomes of a document the model refuses, or gives NaN for."),
+        typer.Option(help="At a document the model cannot take, or gives NaN for: stop, or go on without it."),
     ] = "fail",
     allow_skips: Annotated[
-        bool, typer.Option("--allow-skips", help="Publish without documents that were skipped; they are listed.")
+        bool,
+        typer.Option(
+            "--allow-skips", help="Publish although documents were skipped; the manifest lists them, with the reasons."
+        ),
     ] = False,
     allow_non_finite: Annotated[
         list[str] | None,
-        typer.Option(metavar="COMPONENT", help="Component that may hold NaN or infinities; repeatable."),
+        typer.Option(metavar="COMPONENT", help="Component, such as k, that may hold NaN or infinities; repeatable."),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Extract K and V of a model over documents.
 
-    The model is any Hugging Face decoder with a K/V cache; the dataset is published when all documents are done.
+    Needs --model, --out, and --documents or --plan; all else has a default that suits a first run. The model is any
+    Hugging Face decoder with a K/V cache; the dataset is published when all documents are done.
+
     Interrupted, the same command resumes: finished shards are kept. On a finished dataset it changes nothing
     and exits with 0, when plan and context are equal. An unknown context equals nothing: there it fails with E118.
     To a URL each finished shard is uploaded at once; any machine resumes.
 
     Several workers share the shards, with nothing between them but the place they write to: start them with torchrun
-    (torchrun --nproc-per-node 8 -m kvformat extract ...), or with --rank and --world-size.
+    (torchrun --nproc-per-node 8 -m kvformat extract ...), or each with --rank and --world-size. A plan, made before,
+    spares each of them reading and tokenising all documents.
     """
     from kvformat.extract.checkpoint import parse_checkpoint
 
+    if (documents is None) == (plan is None):
+        raise make_error("E081", "give --documents SRC or --plan DIR, one of them")
+    if plan is not None:
+        plan_option.refuse_settled(
+            {
+                "--column": (column, None),
+                "--shard-size": (shard_size, "1GiB"),
+                "--order": (order, "given"),
+                "--batch-size": (batch_size, 1),
+                "--batch-tokens": (batch_tokens, None),
+                "--truncate": (truncate, None),
+                "--skip-too-long": (skip_too_long, False),
+                "--add-generation-prompt": (add_generation_prompt, False),
+                "--no-special-tokens": (special_tokens, True),
+            }
+        )
     storage_options = options.parse_storage_options(storage_option, "--storage-option")
     parsed = options.parse(dtype=dtype, compute_dtype=compute_dtype, layers=layers, shard_size=shard_size)
     source = parse_checkpoint(
         checkpoint, select=select, rename=rename or (), preset=preset, weights=weights, dtype=checkpoint_dtype
     )
+    workers = ray_options.parse(
+        engine=engine,
+        address=ray_address,
+        workers=ray_workers,
+        cpus=ray_cpus,
+        gpus=ray_gpus,
+        rank=rank,
+        world_size=world_size,
+    )
     quiet_libraries(terminal=output.is_terminal(sys.stderr))
     _tell_spool(out, spool)
-    workers = ray_options.parse(engine=engine, address=ray_address, workers=ray_workers, cpus=ray_cpus, gpus=ray_gpus)
     try:
         from kvformat.extract import run
         from kvformat.loader.world import world_of
 
         world = world_of(rank, world_size)
+        before = Machine.now()
         with meter(silent=world.rank > 0) as shown:
             watch = Watch(shown)
             dataset = run(
@@ -183,10 +233,15 @@ def extract(
     if warning is not None and watch.extracted:
         output.complain(warning)
     saved = None if watch.spent is None else load_time(dataset, watch.spent)
+    advice = None
+    if watch.spent is not None and workers is None and device.startswith("cpu"):
+        from kvformat.extract.reasoner import threads_used
+
+        advice = hint(before, threads=threads or threads_used(), spent=watch.spent)
     if as_json:
-        output.emit_json(_document(dataset, watch, saved))
+        output.emit_json({**_document(dataset, watch, saved), "hint": advice})
     else:
-        output.emit(*_lines(dataset, watch, saved))
+        output.emit(*_lines(dataset, watch, saved), *([] if advice is None else [f"    {advice}"]))
 
 
 def _tell_spool(out: str, spool: str | None) -> None:

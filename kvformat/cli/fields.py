@@ -11,7 +11,7 @@ from kvformat.spec import canonical
 from kvformat.spec.context import Context, Text
 from kvformat.spec.schema import Axis, Component, Extra, Last, Schema
 
-__all__ = ["axes_text", "context_fields", "schema_fields", "text_fields"]
+__all__ = ["axes_text", "context_fields", "schema_fields", "text_document", "text_fields"]
 
 # Members of the context that are reals: 16 digits in the file, a number for people.
 _REALS = frozenset(
@@ -51,6 +51,14 @@ def text_fields(text: Text) -> dict[str, str]:
     found = {}
     for field, value in canonical.flatten(msgspec.to_builtins(text)):
         found[field] = f"{len(value)} ids" if field == "canary.token_ids" else _value(field, value)
+    return found
+
+
+def text_document(text: Text) -> dict[str, Any]:
+    """The text section for JSON; of the canary's token ids only the number."""
+    found: dict[str, Any] = msgspec.to_builtins(text)
+    if text.canary is not None:
+        found["canary"] = {"text": text.canary.text, "num_token_ids": len(text.canary.token_ids)}
     return found
 
 

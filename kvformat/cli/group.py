@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvformat.cli import output
+from kvformat.cli.naming import in_options, options_of
 from kvformat.codes import CODES
 from kvformat.errors import KVFormatError, KVFormatWarning, UsageError, make_error
 from kvformat.storage.faults import translate
@@ -88,8 +89,10 @@ class Commands(TyperGroup):
             describe = getattr(error, "format_message", None)
             if describe is None:
                 raise
-            command = getattr(getattr(error, "ctx", None), "command_path", "kvformat")
-            message = f"{describe().rstrip('.')}; see `{command} --help`"
+            command = getattr(getattr(error, "ctx", None), "command_path", None)
+            if command is None:
+                command = " ".join(["kvformat", *[name for name in given[:1] if name in self.commands]])
+            message = f"{_in_plain_words(describe())}; see `{command} --help`"
             output.report(make_error("E081", message), as_json=as_json)
             code = USAGE
         if standalone_mode:
@@ -102,7 +105,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KVFormatError as error:
-            output.report(error, as_json=as_json)
+            output.report(self._as_typed(error, ctx.invoked_subcommand), as_json=as_json)
             code = exit_code(error, looking=ctx.invoked_subcommand in _LOOKING)
         except KeyboardInterrupt:
             code = _interrupted(as_json=as_json)
@@ -117,6 +120,18 @@ class Commands(TyperGroup):
             output.report_other("internal", f"{type(error).__name__}: {error}", as_json=as_json)
             code = FAILED
         raise typer.Exit(code)
+
+    def _as_typed(self, error: KVFormatError, name: str | None) -> KVFormatError:
+        """A usage error with options in place of the parameters of functions."""
+        if not isinstance(error, UsageError) or name is None or name not in self.commands:
+            return error
+        message = in_options(error.message, options_of(self.commands[name].params))
+        return make_error(error.code, message, path=error.path, record=error.record, layer=error.layer)
+
+
+def _in_plain_words(message: str) -> str:
+    """What the parser says of a value, without the phrases of the library that validates it."""
+    return message.rstrip(".").replace(": Value error, ", ": ").replace(": Input should be ", ": it must be ")
 
 
 def _interrupted(*, as_json: bool) -> int:

@@ -1,4 +1,4 @@
-"""``kvformat inspect``: what a dataset is, from which model, and how large."""
+"""``kvformat inspect``: what a dataset is, from which model, and how large; or what a plan or documents file is."""
 
 from __future__ import annotations
 
@@ -27,30 +27,43 @@ _BAR_WIDTH = 40
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Dataset: a directory or URL.")],
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="Dataset: a directory or URL; a plan; or a documents file (*.kvdocs)."),
+    ],
     *,
     record: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show the record with this name instead of the dataset.")
     ] = None,
-    number: Annotated[int | None, typer.Option(min=0, help="Show the record with this number.")] = None,
+    number: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Show the record with this number, counted from 0.")
+    ] = None,
     values: Annotated[
         bool, typer.Option("--values", help="Of a record, also show token ids and values. They can reveal the prompt.")
     ] = False,
     storage_option: options.StorageOptions = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show what a dataset is and holds.
+    """Show what a dataset, plan or documents file holds.
 
-    Model, schema, sizes, token lengths, shards, and what else was recorded; or one record. Values and token ids are
-    never shown unless --values asks for them.
+    Of a dataset: model, schema, sizes, token lengths, shards, and what else was recorded; or one record. Values and
+    token ids are never shown unless --values asks for them.
     """
     if record is not None and number is not None:
         raise make_error("E081", "give --record or --number, not both")
     if values and record is None and number is None:
         raise make_error("E081", "--values shows one record: give --record NAME or --number N")
     storage_options = options.parse_storage_options(storage_option, "--storage-option")
+    from kvformat.cli.inspect_prepared import prepared_at, show_prepared
     from kvformat.read.opening import open_dataset
 
+    kind = prepared_at(path)
+    if kind is not None:
+        if record is not None or number is not None:
+            what = {"plan": "a plan", "documents": "a documents file"}[kind]
+            raise make_error("E081", f"this is {what}, and --record, --number show what a dataset holds", path=path)
+        show_prepared(kind, path, as_json=as_json)
+        return
     dataset = open_dataset(path, storage_options=storage_options)
     key = record if number is None else number
     if key is not None:
@@ -89,12 +102,12 @@ def _other_nbytes(dataset: Dataset) -> int:
 def _document(dataset: Dataset) -> dict[str, Any]:
     import msgspec
 
+    from kvformat.cli.fields import text_document
+
     manifest = dataset.manifest
-    text = msgspec.to_builtins(manifest.text)
-    if "canary" in text:
-        text["canary"] = {"text": text["canary"]["text"], "num_token_ids": len(text["canary"]["token_ids"])}
     return {
         "ok": True,
+        "kind": "dataset",
         "location": dataset.location,
         "id": dataset.id,
         "version": manifest.version,
@@ -106,7 +119,7 @@ def _document(dataset: Dataset) -> dict[str, Any]:
         "index_nbytes": _other_nbytes(dataset),
         "schema": msgspec.to_builtins(manifest.schema),
         "context": msgspec.to_builtins(manifest.context),
-        "text": text,
+        "text": text_document(manifest.text),
         "provenance": dict(manifest.provenance),
         "skipped": msgspec.to_builtins(manifest.skipped),
         "files": msgspec.to_builtins(manifest.files),

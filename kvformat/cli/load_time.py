@@ -17,7 +17,15 @@ _RECORDS = 8
 
 
 class LoadTime(Struct, frozen=True, kw_only=True):
-    """How long some records take to load, verified, and what the model took for as many tokens."""
+    """How long some records take to load, verified, and what the model took for as many tokens.
+
+    Attributes
+    ----------
+    records, tokens, nbytes
+        What was loaded.
+    load_s, model_s
+        Seconds of loading it, and of the model for as many tokens, at the rate of the whole run.
+    """
 
     records: int
     tokens: int

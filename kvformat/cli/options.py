@@ -34,19 +34,24 @@ __all__ = [
     "parse_storage_options",
 ]
 
-Model = Annotated[str, typer.Option("--model", metavar="DIR_OR_ID", help="Model directory or hub id.")]
-Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Where the dataset goes.")]
+Model = Annotated[
+    str,
+    typer.Option("--model", metavar="DIR_OR_ID", help="Model: a directory that save_pretrained wrote, or a hub id."),
+]
+Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Where the dataset goes: a new directory, or a URL.")]
 Revision = Annotated[str | None, typer.Option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")]
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="DTYPE", help="Stored dtype: BF16, F16 or F32 [default: the compute dtype]."),
+    typer.Option(
+        "--dtype", metavar="DTYPE", help="Dtype that is stored: BF16, F16 or F32 [default: that of computation]."
+    ),
 ]
 ComputeDtype = Annotated[
     str | None,
     typer.Option(
         "--compute-dtype",
         metavar="DTYPE",
-        help="Dtype of computation: BF16, F16 or F32 [default: as configured].",
+        help="Dtype the model computes in: BF16, F16 or F32 [default: as it is configured].",
     ),
 ]
 Layers = Annotated[
@@ -55,24 +60,30 @@ Layers = Annotated[
 ShardSize = Annotated[
     str,
     typer.Option(
-        "--shard-size", metavar="SIZE", help="Most bytes of a shard: 1GiB, 500MB, 1073741824; K, M, G, T are binary."
+        "--shard-size",
+        metavar="SIZE",
+        help="Most bytes of a shard (a file of whole records): 1GiB, 500MB, 1073741824; K, M, G, T are binary.",
     ),
 ]
 Truncate = Annotated[
     int | None,
     typer.Option(
-        "--truncate", min=1, metavar="N", help="Keep the first N tokens; without it, a document too long is an error."
+        "--truncate",
+        min=1,
+        metavar="N",
+        help="Keep the first N tokens of each document; without it, one too long for the model is an error.",
     ),
 ]
 AddGenerationPrompt = Annotated[
     bool,
     typer.Option(
-        "--add-generation-prompt/--no-add-generation-prompt", help="End messages with the opening of an answer."
+        "--add-generation-prompt/--no-add-generation-prompt",
+        help="Of messages: end with the opening of an answer, by the chat template.",
     ),
 ]
 SpecialTokens = Annotated[
     bool,
-    typer.Option("--special-tokens/--no-special-tokens", help="Give plain text the tokenizer's special tokens."),
+    typer.Option("--special-tokens/--no-special-tokens", help="Of plain text: add the tokenizer's special tokens."),
 ]
 StorageOptions = Annotated[
     list[str] | None,
@@ -91,7 +102,7 @@ TargetOptions = Annotated[
     list[str] | None,
     typer.Option("--target-option", metavar="KEY=VALUE", help="As --storage-option, for DST alone; it goes before."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or the error, as JSON.")]
 
 _DTYPES = ("BF16", "F16", "F32")
 _SIZE = re.compile(r"([0-9]+)(?:\.([0-9]+))? ?([a-zA-Z]*)", re.ASCII)

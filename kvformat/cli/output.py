@@ -27,6 +27,7 @@ __all__ = [
     "place",
     "plain",
     "prepare_streams",
+    "rate_text",
     "render",
     "report",
     "report_other",
@@ -72,6 +73,11 @@ def size_text(nbytes: int) -> str:
             return f"{nbytes:,} {unit}" if unit == "bytes" else f"{size:.3g} {unit}"
         size /= 1000
     raise AssertionError(nbytes)
+
+
+def rate_text(nbytes_s: float) -> str:
+    """Bytes a second for people, in the unit that suits: ``1.23 GB/s``, ``4.5 MB/s``."""
+    return f"{size_text(round(nbytes_s))}/s"
 
 
 def layers_text(layers: Iterable[int]) -> str:

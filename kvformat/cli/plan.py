@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvformat.cli import model_options, options, output, source_options
-from kvformat.cli.counts import shown_facts, told
+from kvformat.cli.counts import plan_facts, shown_facts, told
 from kvformat.cli.progress import meter
 from kvformat.cli.quiet import quiet_libraries
 from kvformat.errors import make_error
-
-if TYPE_CHECKING:
-    from kvformat.extract import Plan
 
 __all__ = ["plan"]
 
@@ -24,7 +21,7 @@ def plan(
     *,
     documents: source_options.Source,
     model: options.Model,
-    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Directory of the plan.")],
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Directory of the plan, which is made.")],
     revision: options.Revision = None,
     dtype: options.Dtype = None,
     compute_dtype: options.ComputeDtype = None,
@@ -46,8 +43,9 @@ def plan(
 ) -> None:
     """Plan an extraction for several workers.
 
-    Tokenises documents once, unless they are a documents file, and fixes shards and forward groups. Reads
-    tokenizer and configuration of the model, no weights. Equal documents, schema and options give an equal digest.
+    Tokenises documents once, unless they are a documents file, and fixes which record is in which shard, and what is
+    computed together. `kvformat extract --plan` then makes the shards. Reads tokenizer and configuration of the
+    model, no weights. Equal documents, schema and options give an equal digest.
     An equal plan that is there already is no error; another one is never overwritten.
     """
     parsed = options.parse(dtype=dtype, compute_dtype=compute_dtype, layers=layers, shard_size=shard_size)
@@ -55,6 +53,7 @@ def plan(
     quiet_libraries(terminal=output.is_terminal(sys.stderr))
     from kvformat.extract.documents.opening import is_documents_file
     from kvformat.extract.options import ModelOptions, PlanOptions, SourceOptions, layer_numbers
+    from kvformat.extract.places import check_place, is_plan
     from kvformat.extract.prepare import plan_documents
     from kvformat.extract.reasoner import describe_reasoner
 
@@ -85,34 +84,18 @@ def plan(
         batch_size=batch_size,
         batch_tokens=batch_tokens,
     )
+    folder = Path(out).absolute().parent
+    # An equal plan that is there already is fine; what is within one is not.
+    check_place(folder if is_plan(Path(out)) else Path(out), what="a plan")
     described = describe_reasoner(reasoner)
     with meter() as shown:
-        made = plan_documents(
-            described, reasoner, source, wanted, folder=Path(out).absolute().parent, progress=told(shown)
-        )
+        made = plan_documents(described, reasoner, source, wanted, folder=folder, progress=told(shown))
         shown.begin("writing the plan")
         made.save(out)
-    facts = _facts(made, out)
+    facts = plan_facts(made, out)
     if as_json:
         output.emit_json({"ok": True, **facts})
     else:
         from kvformat.cli.tables import facts as table
 
         output.render(table(shown_facts(facts)))
-
-
-def _facts(made: Plan, out: str) -> dict[str, Any]:
-    return {
-        "location": out,
-        "digest": made.digest,
-        "documents": made.num_inputs,
-        "records": made.num_records,
-        "names": made.num_names,
-        "duplicates": made.num_names - made.num_records,
-        "skipped": len(made.skipped),
-        "tokens": made.num_tokens,
-        "longest": made.longest,
-        "shards": made.num_shards,
-        "groups": made.num_groups,
-        "nbytes": made.nbytes,
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,19 +12,19 @@ import typer
 from msgspec import Struct
 
 from kvformat.cli import output
-from kvformat.errors import KVFormatError
+from kvformat.errors import KVFormatError, make_error
 
 if TYPE_CHECKING:
     from kvformat.cli.staged import StagedWork
     from kvformat.extract.plan import Plan
     from kvformat.read.dataset import Dataset
 
-__all__ = ["OnePlan", "PlanOfWork", "PlanState", "describe", "difference", "lines", "opened"]
+__all__ = ["OnePlan", "PlanOfWork", "PlanState", "describe", "difference", "lines", "opened", "refuse_settled"]
 
 PlanOfWork = Annotated[
-    str | None, typer.Option("--plan", metavar="PLAN", help="Plan that is made here, to be told how far it is.")
+    str | None, typer.Option("--plan", metavar="PLAN", help="Plan that is worked on here: how far is it?")
 ]
-OnePlan = Annotated[str, typer.Option("--plan", metavar="PLAN", help="Directory of the plan.")]
+OnePlan = Annotated[str, typer.Option("--plan", metavar="PLAN", help="Directory of the plan the workers have.")]
 
 
 class PlanState(Struct, frozen=True, kw_only=True):
@@ -73,6 +73,21 @@ def difference(dataset: Dataset, plan: Plan) -> str | None:
         found = error.message.removeprefix("a dataset is here already, and ")
         return found.removesuffix("; choose another location")
     return None
+
+
+def refuse_settled(given: Mapping[str, tuple[object, object]]) -> None:
+    """Refuse options that a plan has settled; E081.
+
+    Parameters
+    ----------
+    given
+        By option, the value that was given, and the one it has where none is.
+    """
+    found = [option for option, (value, usual) in given.items() if value != usual]
+    if found:
+        raise make_error(
+            "E081", f"the plan has settled {', '.join(found)}: leave it out, or make another plan (`kvformat plan`)"
+        )
 
 
 def describe(

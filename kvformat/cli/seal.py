@@ -31,7 +31,7 @@ def seal(
         bool, typer.Option("--allow-skips", help="Publish without the documents that were skipped, listing them.")
     ] = False,
     hashing: Annotated[
-        bool, typer.Option("--hash/--no-hash", help="Hash shards on disk again first, or trust their sizes.")
+        bool, typer.Option("--hash/--no-hash", help="First hash the shards on disk again, or trust their sizes.")
     ] = True,
     spool: spool_option.Spool = None,
     storage_option: options.StorageOptions = None,
@@ -39,9 +39,11 @@ def seal(
 ) -> None:
     """Publish what the workers of a plan finished.
 
-    Needs no model. Shards that lie on a disk are hashed again; a damaged one is set aside, and is missing then. Fails
-    with E119, naming them, where shards are missing or documents were skipped. Sealing a second time, or by several at
-    once, gives the same dataset; E118 where another one is published there.
+    The last worker does so by itself: this is for when none is left, or documents were skipped. Needs no model.
+
+    Shards that lie on a disk are hashed again; a damaged one is set aside, and is missing then. Fails with E119,
+    naming them, where shards are missing or documents were skipped. Sealing a second time, or by several at once,
+    gives the same dataset; E118 where another one is published there.
     """
     storage_options = options.parse_storage_options(storage_option, "--storage-option")
     from kvformat.read.opening import open_dataset

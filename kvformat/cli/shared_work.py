@@ -12,13 +12,20 @@ from msgspec import Struct
 
 from kvformat.cli import output
 from kvformat.spec.digests import context_digest, schema_digest
+from kvformat.write.at_work import gone_in_s
 from kvformat.write.run import RunIdentity
-from kvformat.write.worker_state import Liveness, Phase, Worker, is_alive
+from kvformat.write.worker_state import Liveness, Phase, Worker, is_alive, is_loading
 
 __all__ = ["SeenWorker", "SharedWork", "describe", "lines", "state_of"]
 
 _SHOWN = 20
-_PHASES = {"start": "starting", "work": "between shards", "wait": "waiting for the others", "seal": "sealing"}
+_PHASES = {
+    "load": "loading its model",
+    "start": "starting",
+    "work": "between shards",
+    "wait": "waiting for the others",
+    "seal": "sealing",
+}
 
 
 class SeenWorker(Struct, frozen=True, kw_only=True):
@@ -50,6 +57,8 @@ class SharedWork(Struct, frozen=True, kw_only=True):
         Shards: with a receipt, in the hands of a worker that lives or may do so, and the others.
     first_missing
         Ordinals of some of the missing.
+    loading
+        Whether somebody is there, and nobody but for loading a model.
     rate_nbytes_s
         Of the workers that live, together, since each began; None where nobody did anything yet.
     left_s
@@ -70,6 +79,7 @@ class SharedWork(Struct, frozen=True, kw_only=True):
     running: tuple[int, ...]
     missing: int
     first_missing: tuple[int, ...]
+    loading: bool
     rate_nbytes_s: float | None
     left_s: float | None
     needed_nbytes: int
@@ -117,6 +127,7 @@ def describe(
         running=tuple(sorted(running)),
         missing=len(missing),
         first_missing=tuple(missing[:_SHOWN]),
+        loading=bool(alive) and all(map(is_loading, alive)),
         rate_nbytes_s=rate or None,
         left_s=needed / rate if rate else None,
         needed_nbytes=needed,
@@ -163,6 +174,8 @@ def _worker_line(worker: SeenWorker) -> str:
         what = _PHASES[worker.phase]
     done = f"{output.counted(worker.num_shards, 'shard')} and {output.size_text(worker.nbytes)} done"
     ago = "" if worker.liveness == "live" else f", last heard of {_duration(worker.said_s_ago)} ago"
+    if worker.liveness == "unknown":
+        ago += f"; where it was killed, it counts as gone in {_duration(gone_in_s(worker.said_s_ago))}"
     return f"    {who}: {where}, {what}, {done}{ago}"
 
 

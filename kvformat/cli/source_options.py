@@ -16,33 +16,46 @@ Source = Annotated[
     typer.Option(
         "--documents",
         metavar="SRC",
-        help="JSON Lines, *.parquet or a directory of them, a data set saved on disk, or file.py:function: objects "
-        "with `id` and one of `text`, `messages`, `token_ids`; or a documents file (*.kvdocs).",
+        help="Where documents come from: JSON Lines, *.parquet or a directory of them, a data set that Hugging Face "
+        "datasets saved, or file.py:FUNCTION; each object has `id` and one of `text`, `messages`, `token_ids`. Or a "
+        "documents file (*.kvdocs).",
     ),
 ]
 Columns = Annotated[
     list[str] | None,
     typer.Option(
-        "--column", metavar="MEMBER=NAME", help="Column of `id`, `text`, `messages` or `token_ids`; repeatable."
+        "--column",
+        metavar="MEMBER=NAME",
+        help="Which column is `id`, `text`, `messages` or `token_ids`, such as text=caption: of "
+        "Parquet and saved data "
+        "sets; repeatable.",
     ),
 ]
 SkipTooLong = Annotated[
     bool,
-    typer.Option("--skip-too-long", help="Leave out, and list, what is longer than the model's positions."),
+    typer.Option("--skip-too-long", help="Leave out, and list, documents that are longer than the model's positions."),
 ]
 Order = Annotated[
     Literal["given", "length"],
-    typer.Option("--order", help="Records within a shard as the documents came, or by length: more go together."),
+    typer.Option(
+        "--order",
+        help="Records within a shard: as the documents came, or by length, so that more can be computed together.",
+    ),
 ]
 BatchSize = Annotated[
     int,
     typer.Option(
-        "--batch-size", min=1, metavar="N", help="Most documents of one forward; only equal lengths go together."
+        "--batch-size",
+        min=1,
+        metavar="N",
+        help="Most documents of one forward pass; only those of equal length go together.",
     ),
 ]
 BatchTokens = Annotated[
     int | None,
-    typer.Option("--batch-tokens", min=1, metavar="N", help="Most tokens of one forward; a longer document is alone."),
+    typer.Option(
+        "--batch-tokens", min=1, metavar="N", help="Most tokens of one forward pass; a longer document is alone."
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ import typer
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvformat.cli import options, output, plan_option, spool_option
+from kvformat.cli import options, output, plan_option, spool_option, staged_text
 from kvformat.cli.group import FAULTS
 from kvformat.codes import CODES
 from kvformat.errors import KVFormatError, make_error
@@ -28,7 +28,6 @@ __all__ = ["status"]
 
 _SHOWN = 20
 _FOLDERS = ("files", "index", "manifest", "shards")
-_STATES = {"live": "a writer is at work", "abandoned": "no writer holds it", "unknown": "no leases here"}
 
 
 class _Published(Struct, frozen=True, kw_only=True):
@@ -265,14 +264,15 @@ def _lines(found: _State, fault: KVFormatError | None, without_root: str | None)
     else:
         lines.append("not published" + (f": {without_root}" if without_root else ""))
     lines += [] if found.plan is None or fault is not None else plan_option.lines(found.plan)
+    unpublished = found.published is None and fault is None
     for work in found.staging:
-        lines += _staged_lines(work)
+        lines += staged_text.lines(work, found.location, unpublished=unpublished)
     lines += [f"not a staging directory, left alone: {output.plain(other)}" for other in found.unknown_staging]
     if not found.staging:
         lines.append("no staged work")
     for one in found.spools or ():
         size = f"{output.counted(one.files, 'file')}, {output.size_text(one.nbytes)}"
-        lines.append(f"spool, {one.state} ({_STATES[one.state]}): {output.plain(one.path)}, {size}")
+        lines.append(f"spool, {one.state} ({staged_text.STATES[one.state]}): {output.plain(one.path)}, {size}")
     if found.orphans:
         size = output.size_text(sum(orphan.nbytes for orphan in found.orphans))
         why = "the dataset does not name" if found.published is not None else "no published dataset names"
@@ -281,30 +281,3 @@ def _lines(found: _State, fault: KVFormatError | None, without_root: str | None)
         if len(found.orphans) > _SHOWN:
             lines.append(f"    and {len(found.orphans) - _SHOWN:,} more; --json lists all")
     return lines
-
-
-def _staged_lines(work: StagedWork) -> list[str]:
-    records = "" if work.records is None else f", {output.counted(work.records, 'record')}"
-    counts = f"{output.counted(work.shards, 'shard')}{records}"
-    finished = f"{counts}, {output.size_text(work.nbytes)}"
-    other = " of another plan" if work.of_plan is False else ""
-    lines = [
-        f"staged work{other}, {work.state} ({_STATES[work.state]}): {output.plain(work.path)}",
-        f"    finished: {finished}; {output.size_text(work.total_nbytes)} in all",
-    ]
-    if work.shared is not None:
-        from kvformat.cli import shared_work
-
-        return [*lines, *shared_work.lines(work.shared, work.nbytes)]
-    plan = work.plan
-    name = output.plain(work.path).rpartition("/")[2]
-    if plan is None and name.startswith("copy-"):
-        return [
-            lines[0],
-            f"    a copy of dataset {name[5:]}, {output.size_text(work.total_nbytes)}; copy again to go on",
-        ]
-    if plan is None:
-        return [*lines, "    plan: not readable"]
-    shards = f"shards of {output.size_text(plan.shard_nbytes)}"
-    lines.append(f"    plan: schema {plan.schema[:16]}, context {plan.context[:16]}, {shards}")
-    return [*lines, f"    tag: {output.plain(plan.tag)}"] if plan.tag else lines

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvformat.cli import output
 from kvformat.cli.progress import Meter
 
 if TYPE_CHECKING:
     from kvformat.extract import Phase, PipelineTimes
+    from kvformat.extract.progress import Share
 
 __all__ = ["Watch"]
 
@@ -33,9 +35,12 @@ class Watch:
     ----------
     extracted
         Whether anything had to be written.
+    shards, records
+        Made by this process; None as long as nobody told, and where other processes do the work.
     tokens, nbytes
         Computed by this process; ``resumed_nbytes`` were there when it began, ``elsewhere_nbytes`` are what other
-        workers made meanwhile, as far as is known.
+        workers made meanwhile. At the end each shard is in one of them: what was computed of one that another worker
+        finished first, or of one found damaged, is not counted.
     spent
         Times of the steps of this process; None where nothing was computed.
     """
@@ -47,6 +52,8 @@ class Watch:
         self._begun = clock()
         self._ended: float | None = None
         self.extracted = False
+        self.shards: int | None = None
+        self.records: int | None = None
         self.tokens = self.nbytes = self.resumed_nbytes = self.elsewhere_nbytes = 0
         self.spent: PipelineTimes | None = None
 
@@ -79,6 +86,14 @@ class Watch:
             self.elsewhere_nbytes = nbytes
             self._show()
 
+    def share(self, share: Share) -> None:
+        """How it stands, in place of what was counted."""
+        with self._lock:
+            self.shards, self.records = share.shards, share.records
+            self.tokens, self.nbytes = share.tokens, share.nbytes
+            self.resumed_nbytes, self.elsewhere_nbytes = share.kept_nbytes, share.elsewhere_nbytes
+            self._show()
+
     def times(self, times: PipelineTimes) -> None:
         """Times of the steps so far."""
         self.spent = times
@@ -89,8 +104,8 @@ class Watch:
         return max((self._clock() if self._ended is None else self._ended) - self._begun, 1e-9)
 
     def rates(self) -> str:
-        """Tokens and gigabytes a second."""
-        return f"{self.tokens / self.seconds:,.0f} tokens/s, {self.nbytes / self.seconds / 1e9:.3f} GB/s"
+        """Tokens and bytes a second."""
+        return f"{self.tokens / self.seconds:,.0f} tokens/s, {output.rate_text(self.nbytes / self.seconds)}"
 
     @property
     def limit(self) -> str | None:

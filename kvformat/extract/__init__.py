@@ -19,11 +19,12 @@ from kvformat.extract.documents import (
     open_documents,
     write_documents,
 )
-from kvformat.extract.job import extract_plan, run
+from kvformat.extract.job import run
 from kvformat.extract.join import check_documents
 from kvformat.extract.join_report import JoinReport
 from kvformat.extract.meter import PipelineTimes
 from kvformat.extract.plan import Plan, make_plan, open_plan
+from kvformat.extract.plan_job import extract_plan
 from kvformat.extract.prepare import estimate
 from kvformat.extract.progress import Phase, Progress
 from kvformat.extract.size import Estimate

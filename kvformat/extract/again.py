@@ -6,9 +6,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kvformat.errors import make_error
-from kvformat.extract.bounds import compared
 from kvformat.extract.documents.opening import is_documents_file
 from kvformat.extract.inputs import require_media_sources
+from kvformat.read.error_bounds import compared
 from kvformat.spec.schema import UNIFORM_DTYPES
 
 if TYPE_CHECKING:

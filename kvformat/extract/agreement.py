@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.extract.documents.source import Kind, Source
-from kvformat.extract.tokenise import Remedies, Tokeniser
+from kvformat.extract.text_encoder import Remedies
+from kvformat.extract.tokenise import Tokeniser
 from kvformat.read.check_covered import TensorList, read_covered
 from kvformat.read.frequencies import InverseFrequencies
 from kvformat.spec import canonical

@@ -6,17 +6,14 @@ each layer works on what the one below rounded. The bounds are measured (``spec/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec import Meta, Struct
-
-from kvformat.errors import KVFormatError, make_error
+from kvformat.errors import make_error
 from kvformat.extract.schemes import SCHEMES
 from kvformat.read.check_covered import read_covered
+from kvformat.read.error_bounds import LABEL, ComponentBound, ErrorBounds, compared, parse_bounds
 from kvformat.spec import canonical
 from kvformat.spec.context import ComputeDtype
 from kvformat.spec.paths import covered_path
@@ -25,10 +22,8 @@ from kvformat.spec.schema import Component, Schema
 if TYPE_CHECKING:
     from kvformat.read.dataset import Dataset
 
-__all__ = ["LABEL", "ROW_FACTOR", "Bounds", "ComponentBound", "Quantisation", "bounds_file", "compared", "read_bounds"]
+__all__ = ["ROW_FACTOR", "Bounds", "Quantisation", "bounds_file", "read_bounds"]
 
-LABEL = "bounds"
-"""Name of the covered file."""
 ROW_FACTOR = 4.0
 """The row of one token may differ by so many times the bound of its layer."""
 
@@ -36,31 +31,6 @@ ROW_FACTOR = 4.0
 _RECOMPUTED: Mapping[str, float] = {"BF16": 0.1, "F16": 0.0125, "F32": 1e-4}
 # Twice the unit roundoff: both sides are rounded to the stored dtype, perhaps to neighbouring values.
 _ROUNDED: Mapping[str, float] = {"BF16": 2**-7, "F16": 2**-10, "F32": 2**-23}
-
-Real = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
-
-
-class ComponentBound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Bound of one component.
-
-    Parameters
-    ----------
-    name
-        Component of the schema.
-    relative_rms
-        Largest RMS error of a layer of one record, over the RMS of that layer: a real. Of an 8-bit component it holds
-        after dequantisation, and includes what quantisation took away.
-    quantisation
-        How an 8-bit component was quantised.
-    """
-
-    name: str
-    relative_rms: Real
-    quantisation: str | None = None
-
-
-class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    components: tuple[ComponentBound, ...]
 
 
 class Quantisation(NamedTuple):
@@ -86,12 +56,6 @@ class Bounds(NamedTuple):
     relative_rms: Mapping[str, float]
     quantisation: Mapping[str, str]
     recorded: frozenset[str]
-
-
-def compared(schema: Schema) -> tuple[Component, ...]:
-    """Components that hold values; scales are part of those they belong to."""
-    scales = {component.quant.scale for component in schema.components if component.quant is not None}
-    return tuple(component for component in schema.components if component.name not in scales)
 
 
 def bounds_file(
@@ -130,7 +94,7 @@ def bounds_file(
                 raise make_error("E081", f"quantising {name!r} may lose 0 to 1 of its RMS, found {lost}")
             bound = _RECOMPUTED[compute_dtype] + lost
         found.append(ComponentBound(name=name, relative_rms=canonical.encode_real(bound), quantisation=scheme))
-    return canonical.encode(_File(components=tuple(found)))
+    return canonical.encode(ErrorBounds(components=tuple(found)))
 
 
 def read_bounds(dataset: Dataset, *, compute_dtype: ComputeDtype | None = None) -> Bounds:
@@ -151,7 +115,7 @@ def read_bounds(dataset: Dataset, *, compute_dtype: ComputeDtype | None = None) 
     model = dataset.context.model
     compute = compute_dtype if model is None else model.compute_dtype
     components = {component.name: component for component in compared(dataset.schema)}
-    recorded = _recorded(dataset, components)
+    recorded = _recorded(dataset)
     usual = {name: _default(component, compute) for name, component in components.items()}
     return Bounds(
         usual | {name: canonical.decode_real(bound.relative_rms) for name, bound in recorded.items()},
@@ -160,25 +124,14 @@ def read_bounds(dataset: Dataset, *, compute_dtype: ComputeDtype | None = None) 
     )
 
 
-def _recorded(dataset: Dataset, components: Mapping[str, Component]) -> dict[str, ComponentBound]:
+def _recorded(dataset: Dataset) -> dict[str, ComponentBound]:
     """By component, what the dataset's covered file says; empty without one."""
     file = dataset.manifest.file(LABEL)
     if file is None:
         return {}
-    path = dataset.reader.path(covered_path(file.sha256))
-    data = read_covered(dataset.reader, file)
-    try:
-        found = canonical.convert(canonical.decode(data), _File).components
-    except KVFormatError as error:
-        raise make_error("E044", f"covered file {LABEL!r}: {error.message}", path=path) from None
-    names = [bound.name for bound in found]
-    if any(a.encode() >= b.encode() for a, b in pairwise(names)) or not components.keys() >= set(names):
-        message = f"covered file {LABEL!r}: names must be components in ascending order, found {', '.join(names)}"
-        raise make_error("E044", message, path=path)
-    for bound in found:
-        value = canonical.decode_real(bound.relative_rms)
-        if not (math.isfinite(value) and value >= 0):
-            raise make_error("E044", f"covered file {LABEL!r}: the bound of {bound.name!r} is {value}", path=path)
+    found = parse_bounds(
+        read_covered(dataset.reader, file), dataset.schema, path=dataset.reader.path(covered_path(file.sha256))
+    )
     return {bound.name: bound for bound in found}
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from kvformat.errors import make_error
-from kvformat.extract.bounds import compared
+from kvformat.read.error_bounds import compared
 from kvformat.spec.schema import Component, Last, Schema
 
 __all__ = ["ComponentPair", "Slab", "compare", "exchanged", "pairs"]

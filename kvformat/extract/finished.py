@@ -8,7 +8,9 @@ from typing import NoReturn
 
 from kvformat.errors import make_error
 from kvformat.extract.options import ContextKind
+from kvformat.extract.places import check_place
 from kvformat.extract.plan import Plan
+from kvformat.extract.rules import other_rules
 from kvformat.interfaces import Extractor
 from kvformat.read.dataset import Dataset
 from kvformat.read.opening import open_dataset
@@ -31,10 +33,13 @@ def check_target(target: Path | Remote, *, probe: bool) -> Dataset | None:
 
     Raises
     ------
+    UsageError
+        E081 in the directory of a plan, and for the name of a documents file.
     StorageError
         E207 where a file stands in the way, or the location may not be written to; E208, E209 of an object store.
     """
     if isinstance(target, Path):
+        check_place(target, what="a dataset")
         return _check_directory(target)
     if target.stat(ROOT) is not None:
         return open_dataset(target)
@@ -64,14 +69,24 @@ def check_schema(dataset: Dataset, schema: Schema) -> None:
 def check_plan(dataset: Dataset, plan: Plan) -> None:
     """Refuse unless a dataset holds just the documents of a plan, under the same names, in the same order; E118.
 
-    Documents it lists as skipped may be missing.
+    Documents it lists as skipped may be missing. Rules by which text became token ids are named where they differ:
+    of other documents, they may be the reason.
     """
-    if dataset.text != plan.text:
-        _differs(dataset, "its text became token ids by other rules")
+    rules = other_rules(dataset.text, plan.text)
+    found = _other_documents(dataset, plan)
+    if found is None and rules is None:
+        return
+    if found is None:
+        _differs(dataset, f"its text became the same token ids by other rules ({rules})")
+    _differs(dataset, found if rules is None else f"{found}, and its text became token ids by other rules ({rules})")
+
+
+def _other_documents(dataset: Dataset, plan: Plan) -> str | None:
+    """In what names, documents or order are not those of a plan; None where they are."""
     skipped = {one.name for one in dataset.manifest.skipped}
     expected = plan.num_names - len(skipped - {one.name for one in plan.skipped})
     if dataset.num_names != expected:
-        _differs(dataset, f"it has {dataset.num_names} names, the plan {expected}")
+        return f"it has {dataset.num_names} names, the plan {expected}"
     absent: set[int] = set()
     for record, _, encoded in plan.names():
         name = encoded.decode()
@@ -79,11 +94,12 @@ def check_plan(dataset: Dataset, plan: Plan) -> None:
         if number is None and name in skipped:
             absent.add(record)
         elif number is None:
-            _differs(dataset, f"it has no record named {name!r}")
+            return f"it has no record named {name!r}"
         elif dataset.index.document(number) != plan.digest_of(record):
-            _differs(dataset, f"its record {name!r} is of another document")
+            return f"its record {name!r} is of another document"
         elif number != record - len(absent):
-            _differs(dataset, f"its record {name!r} is number {number}, the plan says {record - len(absent)}")
+            return f"its record {name!r} is number {number}, the plan says {record - len(absent)}"
+    return None
 
 
 def check_comparable(dataset: Dataset, wanted: ContextKind) -> None:

@@ -7,12 +7,19 @@ from typing import Any, Protocol
 
 import torch
 
+from kvformat.extract.cuda_clock import CudaClock, TimedStreams, ring_size
 from kvformat.extract.meter import PipelineMeter
 from kvformat.extract.pinned_ring import Piece, PinnedRing
 from kvformat.interfaces import Extracted
-from kvformat.loader.streams import CudaStreams, Streams
 
-__all__ = ["BlockingCopy", "CudaClock", "HostCopy", "InPlace", "Sent", "StreamCopy", "TimedStreams", "host_copy_for"]
+__all__ = [
+    "BlockingCopy",
+    "HostCopy",
+    "InPlace",
+    "Sent",
+    "StreamCopy",
+    "host_copy_for",
+]
 
 _ALIGNMENT = 256  # of the tensors of a record within its piece; a multiple of every item size
 
@@ -123,41 +130,6 @@ class BlockingCopy(InPlace):
     def send(self, found: Sequence[Extracted]) -> list[Sent]:
         """Copies in host memory."""
         return [Sent(Extracted(components=_to_cpu(one.components), extras=_to_cpu(one.extras))) for one in found]
-
-
-class TimedStreams(Streams, Protocol):
-    """Streams whose events have times."""
-
-    def holds(self, tensor: object) -> bool:
-        """Whether something is a tensor in the device's memory."""
-
-    def elapsed_s(self, begun: Any, ended: Any) -> float:
-        """Seconds between two events that are done."""
-
-
-class CudaClock(CudaStreams):
-    """Streams of a CUDA device, with events that tell the time.
-
-    Parameters
-    ----------
-    device
-        CUDA device with an index.
-    """
-
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Without a wait of the host."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch annotates its attributes alone
-        event.record(stream)
-        return event
-
-    def holds(self, tensor: object) -> bool:
-        """Whether it is a tensor on this device."""
-        return isinstance(tensor, torch.Tensor) and tensor.device == self._device
-
-    def elapsed_s(self, begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        """By the device's clock."""
-        milliseconds: float = begun.elapsed_time(ended)
-        return milliseconds / 1e3
 
 
 class StreamCopy:
@@ -283,7 +255,7 @@ def host_copy_for(found: Sequence[Extracted], *, inflight_nbytes: int) -> HostCo
         return InPlace()
     device = devices[0]
     if device.type == "cuda":
-        return StreamCopy(CudaClock(device), ring_nbytes=inflight_nbytes + inflight_nbytes // 4)
+        return StreamCopy(CudaClock(device), ring_nbytes=ring_size(inflight_nbytes))
     return BlockingCopy(lambda: torch.get_device_module(device).synchronize())
 
 

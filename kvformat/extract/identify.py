@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvformat.extract.bounds import LABEL, bounds_file
+from kvformat.extract.bounds import bounds_file
 from kvformat.extract.options import ModelOptions
 from kvformat.extract.plan import Plan
 from kvformat.extract.reasoner import threads_used
 from kvformat.extract.tag import Identified, Tag, staging_tag
 from kvformat.interfaces import Extractor
+from kvformat.read.error_bounds import LABEL
 from kvformat.read.frequencies import frequencies_agree
 from kvformat.spec import canonical
 from kvformat.write.run import RunIdentity

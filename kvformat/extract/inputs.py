@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvformat.errors import KVFormatError, make_error
+from kvformat.errors import make_error
 from kvformat.extract.documents.opening import is_documents_file
-from kvformat.spec.document import MASKS, Document, unpack_media
+from kvformat.read.stored_inputs import INPUTS, document_of_inputs
 
 if TYPE_CHECKING:
     from kvformat.read.dataset import Dataset
     from kvformat.read.record import Record
+    from kvformat.spec.document import Document
 
 __all__ = ["has_inputs", "has_media", "require_inputs", "require_media_sources", "stored_document"]
 
@@ -78,28 +79,6 @@ def stored_document(dataset: Dataset, record: Record) -> Document:
     DamageError
         E070, E073.
     """
-    names = {extra.name for extra in dataset.schema.extras} & {"token_ids", "position_ids", "mask", "media"}
-    stored = {name: record.extra(name).numpy() for name in names}  # noqa: S610 - no database
-    kind, length = stored["mask"].tolist() if "mask" in stored else (0, 0)
-    if kind >= len(MASKS):
-        raise make_error("E075", f"mask kind {kind}", path=dataset.location, record=record.index)
-    try:
-        document = Document.of(
-            stored["token_ids"],
-            position_ids=stored.get("position_ids"),
-            mask=MASKS[kind],
-            prefix_length=length,
-            media=unpack_media(stored["media"]) if "media" in stored else (),
-        )
-    except KVFormatError as error:
-        message = f"the stored inputs make no document: {error.message}"
-        raise make_error("E075", message, path=dataset.location, record=record.index) from None
-    if document.digest != record.document:
-        raise make_error(
-            "E075",
-            f"the stored inputs make document {document.digest.hex()}, the row says {record.document.hex()}: "
-            "restore the dataset",
-            path=dataset.location,
-            record=record.index,
-        )
-    return document
+    names = [extra.name for extra in dataset.schema.extras if extra.name in INPUTS]
+    inputs = {name: record.extra(name).numpy() for name in names}  # noqa: S610 - no database
+    return document_of_inputs(inputs, digest=record.document, path=dataset.location, record=record.index)

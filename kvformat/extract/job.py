@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-from kvformat.errors import DatasetExistsError, make_error
+from kvformat.errors import make_error
 from kvformat.extract.checkpoint import CheckpointSource
 from kvformat.extract.documents.opening import DocumentsSource
-from kvformat.extract.finished import check_comparable, check_context, check_plan, check_schema
-from kvformat.extract.identify import tag_of
+from kvformat.extract.model_job import run_model
 from kvformat.extract.options import (
     ContextKind,
     ModelOptions,
@@ -23,24 +21,16 @@ from kvformat.extract.options import (
     context_kind,
     layer_numbers,
 )
-from kvformat.extract.plan import Plan
-from kvformat.extract.prepare import PlanGiven, prepare, space_for
+from kvformat.extract.prepare import PlanGiven
 from kvformat.extract.progress import Progress, Silent
-from kvformat.extract.reasoner import load_extractor, use_threads
-from kvformat.extract.size import require_space
-from kvformat.extract.worker import open_worker
-from kvformat.interfaces import Extractor
 from kvformat.loader.world import world_of
 from kvformat.read.dataset import Dataset
-from kvformat.read.opening import open_dataset
 from kvformat.spec.context import Context
 from kvformat.spec.schema import Stage
-from kvformat.storage.readers import Location, remote_of
-from kvformat.storage.remote import Remote
+from kvformat.storage.readers import Location
 from kvformat.storage.remote_options import RemoteOptions
-from kvformat.write.run import RunIdentity
 
-__all__ = ["extract_plan", "run", "source_given"]
+__all__ = ["run", "source_given"]
 
 
 def run(
@@ -179,7 +169,7 @@ def run(
         special_tokens=special_tokens,
     )
     world = world_of(rank, world_size)
-    return _run(
+    return run_model(
         ModelOptions(
             model=str(model),
             revision=revision,
@@ -230,121 +220,6 @@ def source_given(
     if SourceOptions(documents="", **options) != SourceOptions(documents=""):
         raise make_error("E081", "the documents of a plan are tokenised already: leave their options out")
     return plan
-
-
-def _run(
-    model: ModelOptions,
-    source: SourceOptions | PlanGiven,
-    options: PlanOptions,
-    place: TargetOptions,
-    work: WorkOptions,
-    report: Progress,
-    ray: RayOptions | None,
-) -> Dataset:
-    target = place.target()
-    space = place.space(target)
-    several = work.world.size > 1
-    report.phase("read")
-    ready = prepare(model, source, options, target, probe=True)
-    if ready.finished is None:
-        require_space(space_for(ready, place, target, in_work=several), space)
-        if ray is not None:
-            from kvformat.extract.ray_job import extract_with_ray
-
-            return extract_with_ray(ready, source, place, target, work, ray, report=report)
-    report.phase("load")
-    use_threads(work.threads)
-    extractor = load_extractor(ready.model, ready.plan, revision=ready.revision)
-    if ready.finished is not None:
-        check_context(ready.finished, extractor)
-        return ready.finished
-
-    def before(run: RunIdentity) -> None:
-        # Other weights continue nothing: what was counted above may have to be written again.
-        require_space(space_for(ready, place, target, key=run.key, in_work=several), space)
-
-    tag = tag_of(extractor, ready.model)
-    return _work(extractor, ready.plan, target, work, tag=tag, spool=place.spool, report=report, before=before)
-
-
-def extract_plan(
-    extractor: Extractor,
-    plan: Plan,
-    out: Location,
-    *,
-    spool: str | os.PathLike[str] | None = None,
-    tag: str = "",
-    rank: int | None = None,
-    world_size: int | None = None,
-    accept_batches: bool = False,
-    on_error: Literal["fail", "skip"] = "fail",
-    allow_skips: bool = False,
-    allow_non_finite: Collection[str] = (),
-    progress: Progress | None = None,
-) -> Dataset:
-    """Extract the documents of a plan with any extractor, and publish.
-
-    Parameters
-    ----------
-    out
-        As for :func:`run`; a :class:`~kvformat.storage.remote.Remote` for a URL with options of its own.
-    tag
-        Part of the run's identity: runs with different tags never continue each other. Where the context is unknown
-        and the extractor has no ``values_digest``, nothing else keeps two models apart: name here what determines the
-        values.
-    spool, rank, world_size, accept_batches, on_error, allow_skips, allow_non_finite, progress
-        As for :func:`run`.
-
-    Raises
-    ------
-    KVFormatError
-        Whatever extractor and storage raise. Finished shards stay staged, and the same call resumes. On a finished
-        dataset it returns that where plan and context are equal, E118 otherwise, as for :func:`run`.
-    """
-    return _work(
-        extractor,
-        plan,
-        remote_of(out),
-        WorkOptions(
-            world=world_of(rank, world_size),
-            accept_batches=accept_batches,
-            on_error=on_error,
-            allow_skips=allow_skips,
-            allow_non_finite=tuple(allow_non_finite),
-        ),
-        tag=tag,
-        spool=spool,
-        report=progress or Silent(),
-    )
-
-
-def _work(
-    extractor: Extractor, plan: Plan, target: Path | Remote, work: WorkOptions, *, report: Progress, **more: Any
-) -> Dataset:
-    """The published dataset; where it is there already, it must be the one this would have made."""
-    try:
-        with open_worker(extractor, plan, target, work, report=report, **more) as worker:
-            worker.make()
-            while worker.publish() is None:
-                worker.make()
-    except DatasetExistsError:
-        found = open_dataset(target)
-        _check_same(found, plan)
-        # A worker that comes late has no means to compare an unknown context: its plan is that of the others.
-        if work.world.size == 1 or extractor.context.kind != "unknown":
-            check_comparable(found, "unknown" if extractor.context.kind == "unknown" else "derive")
-            check_context(found, extractor)
-        return found
-    found = open_dataset(target)
-    if work.world.size > 1:  # another worker may have published it, and not of this plan
-        _check_same(found, plan)
-    return found
-
-
-def _check_same(dataset: Dataset, plan: Plan) -> None:
-    """E118 where a dataset is not what this plan makes."""
-    check_schema(dataset, plan.schema)
-    check_plan(dataset, plan)
 
 
 def _own_device(device: str) -> str:

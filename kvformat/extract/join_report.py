@@ -53,11 +53,17 @@ class JoinReport(Struct, frozen=True, kw_only=True):
     ok
         Whether there is no finding.
     id
-        Dataset id.
+        Dataset id, 64 hexadecimal digits.
+    location
+        Directory or URL of the dataset.
     looked_at
-        Documents that were given, one for each name; ``matched`` of them are the dataset's.
+        Documents that were given, one for each name.
+    matched
+        How many of those are the dataset's.
     text, missing, tokens, inputs, unusable, extra
-        How many findings of each kind there are. ``findings`` holds the first of each kind.
+        How many findings of each kind there are; see :class:`JoinFinding`.
+    findings
+        The first of each kind, at most ``limit``, kind by kind.
     notes
         What could not be compared, and why.
     """

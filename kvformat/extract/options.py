@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from kvformat.errors import make_error
 from kvformat.extract.checkpoint import CheckpointSource
@@ -66,7 +67,7 @@ class ModelOptions(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.quantise is not None:
-            scheme_named(self.quantise)
+            force_setattr(self, "quantise", scheme_named(self.quantise).name)
 
 
 class SourceOptions(Struct, frozen=True, kw_only=True):
@@ -143,7 +144,17 @@ class WorkOptions(Struct, frozen=True, kw_only=True):
 
 
 class RayOptions(Struct, frozen=True, kw_only=True):
-    """A Ray cluster whose workers make the shards; see :func:`kvformat.extract.ray_engine.run_with_ray`."""
+    """A Ray cluster whose workers make the shards; see :func:`kvformat.extract.ray_engine.run_with_ray`.
+
+    Attributes
+    ----------
+    address
+        ``host:port``, ``ray://host:port`` or ``auto``; None for ``RAY_ADDRESS``, else one started on this machine.
+    num_workers
+        Most workers; None for as many as there is room for.
+    num_cpus, num_gpus
+        What Ray sets aside for each of them.
+    """
 
     address: str | None = None
     num_workers: int | None = None

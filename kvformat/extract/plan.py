@@ -306,9 +306,21 @@ def make_plan(
 def open_plan(path: str | os.PathLike[str]) -> Plan:
     """Open a plan that was saved. Everything but the documents is checked; each of those is, when it is read.
 
+    Parameters
+    ----------
+    path
+        Local directory that :meth:`Plan.save` or ``kvformat plan`` made.
+
+    Returns
+    -------
+    Plan
+        Its documents are views of mapped files: leave these as they are while it is used.
+
     Raises
     ------
     DamageError
-        E307 where it is damaged, cut short, or none of ours.
+        E307 where it is damaged, cut short, or none of ours, and where there is none.
+    StorageError
+        E203, E204, E207 where it cannot be read or mapped.
     """
     return Plan(*plan_file.load(Path(path)))

@@ -17,6 +17,8 @@ from kvformat.errors import KVFormatError, make_error
 from kvformat.extract.arrangement import Arrangement, Order
 from kvformat.extract.columns import ColumnsFile, ColumnSpec, Written, prove_columns, write_columns
 from kvformat.extract.documents.file import Documents, open_documents
+from kvformat.extract.places import PLAN_FILES
+from kvformat.extract.rules import other_rules
 from kvformat.spec import canonical, limits
 from kvformat.spec.context import Text
 from kvformat.spec.schema import Schema
@@ -27,7 +29,7 @@ from kvformat.write.folders import Folders
 
 __all__ = ["DOCUMENTS", "HEAD", "RECORDS", "FileProof", "PlanHead", "PlanTotals", "completed", "load", "save"]
 
-HEAD, DOCUMENTS, RECORDS = "plan.json", "documents.kvdocs", "order.safetensors"
+HEAD, DOCUMENTS, RECORDS = PLAN_FILES
 _REMEDY = "restore the plan from a copy, or make it again with `kvformat plan`"
 _TABLE = "order"
 _COLUMNS = (ColumnSpec("document", "U64"), ColumnSpec("shard_first", "U64"), ColumnSpec("group_first", "U64"))
@@ -219,8 +221,26 @@ def _compare(path: Path, head: PlanHead) -> None:
         raise make_error("E207", "something else is here already; choose another location", path=path)
     found = load(path)
     if found.head != head:
-        raise make_error("E207", "another plan is here already; choose another location", path=path)
+        message = f"another plan is here already; choose another location ({_difference(found.head, head)})"
+        raise make_error("E207", message, path=path)
     found.documents.check()
+
+
+def _difference(here: PlanHead, wanted: PlanHead) -> str:
+    """In what a plan is another one, those options first that somebody chose."""
+    found = [
+        f"{name}: {getattr(here, name)} here, {getattr(wanted, name)} wanted"
+        for name in ("order", "batch_size", "batch_tokens", "shard_nbytes", "shard_slots")
+        if getattr(here, name) != getattr(wanted, name)
+    ]
+    if here.schema != wanted.schema:
+        found.append("the schema: layers, dtypes, key stage or model")
+    rules = other_rules(here.text, wanted.text)
+    if rules is not None:
+        found.append(f"how text became token ids: {rules}")
+    if here.documents != wanted.documents and (rules is None or here.totals.names != wanted.totals.names):
+        found.append(f"the documents: {here.totals.names:,} names here, {wanted.totals.names:,} wanted")
+    return f"it differs in {'; '.join(found)}" if found else "it was made by other rules"
 
 
 def _columns(arrangement: Arrangement) -> dict[str, NDArray[Any]]:

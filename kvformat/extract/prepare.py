@@ -86,12 +86,40 @@ def estimate(
     Without the weights it cannot be told for certain which staged work a run would continue. Counted is what is of
     the same plan, and of several such runs the one with the least.
 
+    Parameters
+    ----------
+    model, revision
+        Directory, or hub id and its branch, tag or commit.
+    documents, columns
+        Where documents come from; all of them are read and tokenised.
+    out
+        Where the dataset would go, which need not exist: its free space is what is compared.
+    storage_options, remote_options, spool
+        Of an object store. What is compared is the free space of the spool then.
+    dtype, compute_dtype, layers, key_stage, quantise, images
+        What would be stored of a token, and so the bytes it takes.
+    shard_nbytes
+        A shard closes before its data would exceed this many bytes.
+    order, batch_size, batch_tokens
+        What would be computed together: the number of forwards depends on it, the size does not.
+    truncate, too_long, add_generation_prompt, special_tokens
+        How documents become token ids. All as for :func:`run`.
+
+    Returns
+    -------
+    Estimate
+        Counts, bytes, and whether they fit.
+
     Raises
     ------
     InputError
-        E300 to E306.
+        E300 to E306, E309.
     UsageError
-        E081.
+        E081, also for an ``out`` in the directory of a plan.
+    DamageError
+        E307 for a documents file.
+    DependencyError
+        E205 where transformers, or a library that the source needs, is not installed.
     StorageError
         E207 where :func:`run` could not write to ``out``; of an object store that is found out by :func:`run` alone.
     IdentityError
@@ -166,8 +194,10 @@ def prepare(
     else:
         plan = source if isinstance(source, Plan) else open_plan(source)
         model, revision = options_of_plan(model, plan), model.revision
-        if options != PlanOptions():
-            raise make_error("E081", "a plan has settled shards and batches: leave their options out")
+        usual = structs.asdict(PlanOptions())
+        settled = [name for name, value in structs.asdict(options).items() if value != usual[name]]
+        if settled:
+            raise make_error("E081", f"a plan has settled shards and batches: leave out {', '.join(settled)}")
         if finished is not None:
             check_schema(finished, plan.schema)
     if finished is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
+
+from msgspec import Struct
 
 from kvformat.extract.meter import PipelineTimes
 
-__all__ = ["Phase", "Progress", "Silent"]
+__all__ = ["Phase", "Progress", "Share", "ShareTold", "Silent"]
 
 Phase = Literal["read", "load", "identify", "check", "extract", "wait", "prove", "publish"]
 """What a job is at, in this order; what it has no need of is left out. See :meth:`Progress.phase`."""
@@ -27,10 +29,39 @@ class Progress(Protocol):
         """A record is there; or, where ``computed`` is False, the records of a shard that was there before."""
 
     def elsewhere(self, *, nbytes: int) -> None:
-        """Other workers finished so many bytes in all since this one began, as far as is known."""
+        """Other workers finished shards of so many bytes in all since this one began, as far as is known."""
 
     def times(self, times: PipelineTimes) -> None:
         """Times of this worker's steps so far."""
+
+
+class Share(Struct, frozen=True, kw_only=True):
+    """Who made what of a dataset, as one worker sees it. All bytes together are those of the shards finished so far.
+
+    Attributes
+    ----------
+    shards, records, tokens, nbytes
+        Made by this worker, and counting: what it computed of a shard that another worker finished first is not in it.
+    kept_nbytes
+        In shards that were there when it began, and were not found damaged.
+    elsewhere_nbytes
+        In shards that other workers made.
+    """
+
+    shards: int = 0
+    records: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    kept_nbytes: int = 0
+    elsewhere_nbytes: int = 0
+
+
+@runtime_checkable
+class ShareTold(Protocol):
+    """A :class:`Progress` that is told the share of its worker as well."""
+
+    def share(self, share: Share) -> None:
+        """How it stands now, in place of all that was told of records and bytes before; at the end in any case."""
 
 
 class Silent:
@@ -47,3 +78,6 @@ class Silent:
 
     def times(self, times: PipelineTimes) -> None:
         """See :class:`Progress`."""
+
+    def share(self, share: Share) -> None:
+        """See :class:`ShareTold`."""

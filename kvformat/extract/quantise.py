@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from kvformat.errors import make_error
-from kvformat.extract.bounds import LABEL, Quantisation, bounds_file
+from kvformat.extract.bounds import Quantisation, bounds_file
 from kvformat.extract.quant_math import Encoded, quantise
 from kvformat.extract.schemes import Quantised, quantised_components, quantised_schema, scheme_named
 from kvformat.extract.tag import Identified
 from kvformat.interfaces import Extracted, Extractor
+from kvformat.read.error_bounds import LABEL
 from kvformat.spec.context import ComputeDtype
 from kvformat.tensors import dtype_name, torch_dtype
 

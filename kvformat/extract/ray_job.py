@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvformat.errors import DatasetExistsError
+from kvformat.errors import DatasetExistsError, make_error
 from kvformat.extract.identify import tag_of
 from kvformat.extract.meter import PipelineTimes
 from kvformat.extract.options import ModelOptions, RayOptions, SourceOptions, TargetOptions, WorkOptions
@@ -27,8 +27,9 @@ from kvformat.loader.world import World
 from kvformat.read.opening import open_dataset
 from kvformat.storage.remote import Remote
 from kvformat.write.attach import attach_workshop
+from kvformat.write.opening import find_runs
 from kvformat.write.sealing import seal
-from kvformat.write.workshop import Workshop, find_runs
+from kvformat.write.workshop import Workshop
 
 if TYPE_CHECKING:
     from kvformat.read.dataset import Dataset
@@ -58,9 +59,17 @@ def extract_with_ray(
 
     Raises
     ------
+    UsageError
+        E081 where this process is one of several: each of them would have all shards made.
     KVFormatError
         As for :func:`kvformat.extract.ray_engine.run_with_ray`, and :func:`kvformat.write.sealing.seal`.
     """
+    if work.world.size > 1:
+        message = (
+            f"this is one process of {work.world.size} (rank and world_size, RANK and WORLD_SIZE), and a Ray cluster "
+            "needs one alone, which has its workers make all shards: start it without torchrun"
+        )
+        raise make_error("E081", message)
     plan = ready.plan
     with ExitStack() as stack:
         path = _path_of(source)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from kvformat.errors import UsageError, make_error
 from kvformat.extract.documents.opening import DocumentsSource
+from kvformat.extract.following import Following
 from kvformat.extract.media import with_media
 from kvformat.extract.options import ModelOptions, SourceOptions
 from kvformat.extract.plan import Plan
@@ -176,6 +177,7 @@ def _loaded(options: ModelOptions, plan: Plan, revision: str | None) -> Extracto
         return VisionExtractor.load(
             options.model,
             media_source=plan.media_source,
+            following=Following(plan),
             checkpoint=options.checkpoint,
             adapter=options.adapter,
             **common,

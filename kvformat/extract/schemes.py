@@ -71,8 +71,8 @@ _SCALE_ROLES: Mapping[Role, Role] = {"key": "key_scale", "value": "value_scale"}
 
 
 def scheme_named(name: str) -> Scheme:
-    """A scheme; E081 for a name there is none of."""
-    found = SCHEMES.get(name)
+    """A scheme; upper and lower case are one. E081 for a name there is none of."""
+    found = SCHEMES.get(str(name).lower())
     if found is None:
         raise make_error("E081", f"no quantisation {name!r}; there are {', '.join(SCHEMES)}")
     return found

@@ -22,10 +22,10 @@ class ShardSink:
     Parameters
     ----------
     added
-        Told the tokens and the stored bytes of each record.
+        Told the shard, the tokens and the stored bytes of each record.
     """
 
-    def __init__(self, workshop: Workshop, plan: Plan, *, added: Callable[[int, int], None]) -> None:
+    def __init__(self, workshop: Workshop, plan: Plan, *, added: Callable[[int, int, int], None]) -> None:
         self._workshop = workshop
         self._plan = plan
         self._added = added
@@ -54,7 +54,7 @@ class ShardSink:
             )
         )
         self._done(shard)
-        self._added(tokens, nbytes)
+        self._added(shard.ordinal, tokens, nbytes)
 
     def skip(self, planned: PlannedDocument, reason: str) -> None:
         """Leave a document out."""

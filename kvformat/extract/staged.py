@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from kvformat.storage.remote import Remote
-from kvformat.write.workshop import find_runs
+from kvformat.write.opening import find_runs
 
 __all__ = ["staged_nbytes"]
 

@@ -28,8 +28,6 @@ class Known:
 
     Attributes
     ----------
-    told
-        Those its progress counts.
     proved
         Those that were looked at again by this worker, or finished under its eyes.
     unproved
@@ -37,6 +35,5 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self.told: set[int] = set()
         self.proved: set[int] = set()
         self.unproved: set[int] = set()

@@ -17,11 +17,14 @@ from kvformat.extract.plan import Plan
 from kvformat.extract.progress import Progress
 from kvformat.extract.publishing import seal_in_turn
 from kvformat.extract.standing import Known
+from kvformat.extract.tally import Tally
 from kvformat.extract.working import make_shards
 from kvformat.interfaces import Extractor
 from kvformat.storage.remote import Remote
+from kvformat.write.holding import Hold
+from kvformat.write.opening import open_workshop
 from kvformat.write.run import RunIdentity
-from kvformat.write.workshop import Workshop, open_workshop
+from kvformat.write.workshop import Workshop
 
 __all__ = ["Worker", "open_worker"]
 
@@ -38,6 +41,7 @@ class Worker:
         batches: Batches,
         work: WorkOptions,
         report: Progress,
+        tally: Tally,
     ) -> None:
         self._workshop = workshop
         self._plan = plan
@@ -46,6 +50,7 @@ class Worker:
         self._work = work
         self._report = report
         self._known = Known()
+        self._tally = tally
 
     def __enter__(self) -> Self:
         return self
@@ -74,6 +79,7 @@ class Worker:
             allow_skips=self._work.allow_skips,
             report=self._report,
             known=self._known,
+            tally=self._tally,
             only=only,
         )
 
@@ -110,6 +116,8 @@ def open_worker(
     tag: str,
     report: Progress,
     spool: str | os.PathLike[str] | None = None,
+    tally: Tally | None = None,
+    hold: Hold | None = None,
     before: Callable[[RunIdentity], None] = lambda _run: None,
 ) -> Worker:
     """Join the workers of a plan with a loaded model.
@@ -120,6 +128,10 @@ def open_worker(
     ----------
     tag
         What the values depend on besides plan, schema and context.
+    tally
+        Counts shards for whoever asks afterwards.
+    hold
+        On what is staged of the plan; let go once this worker has its own.
     before
         Told the run before anything is written.
 
@@ -128,7 +140,7 @@ def open_worker(
     DatasetExistsError
         E100 where a dataset is published already.
     KVFormatError
-        As for :func:`kvformat.write.workshop.open_workshop`.
+        As for :func:`kvformat.write.opening.open_workshop`.
     """
     if extractor.schema != plan.schema:
         raise make_error("E081", "the plan was made with another schema than the extractor's: plan with that one")
@@ -150,5 +162,9 @@ def open_worker(
         world_size=work.world.size,
         spool=spool,
         same_file=same_file,
+        since=None if hold is None else hold.since,
     )
-    return Worker(workshop, plan, extractor, batches=batches, work=work, report=report)
+    if hold is not None:
+        hold.release()
+    tally = Tally(plan, report) if tally is None else tally
+    return Worker(workshop, plan, extractor, batches=batches, work=work, report=report, tally=tally)

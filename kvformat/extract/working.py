@@ -16,6 +16,7 @@ from kvformat.extract.recheck import Recheck
 from kvformat.extract.refused import OnError
 from kvformat.extract.sink import ShardSink
 from kvformat.extract.standing import CLOCK, LONGEST_WAIT_S, SHORTEST_WAIT_S, Clock, Known
+from kvformat.extract.tally import Tally
 from kvformat.interfaces import Extractor
 from kvformat.loader.world import World
 from kvformat.write.record import RecordEncoder
@@ -37,6 +38,7 @@ def make_shards(
     allow_skips: bool,
     report: Progress,
     known: Known | None = None,
+    tally: Tally | None = None,
     only: Collection[int] | None = None,
     clock: Clock = CLOCK,
 ) -> PipelineTimes:
@@ -51,8 +53,8 @@ def make_shards(
         What becomes of the plan's forward groups.
     allow_skips
         Otherwise shards of earlier runs some of whose documents were skipped are made again.
-    known
-        What an earlier call for the same worker learnt, and this one adds to.
+    known, tally
+        What an earlier call for the same worker learnt and counted, and this one adds to.
     only
         Just these, and then no more: they are its own.
 
@@ -63,7 +65,8 @@ def make_shards(
     """
     encoder = RecordEncoder(workshop.layout, allow_non_finite=allow_non_finite)
     known = Known() if known is None else known
-    work = _Work(workshop, plan, world, report, known, only, clock)
+    tally = Tally(plan, report) if tally is None else tally
+    work = _Work(workshop, plan, world, report, known, tally, only=only, clock=clock)
     own = work.own_finished()
     with Recheck(workshop, own, allow_skips=allow_skips) as recheck:
         while True:
@@ -78,9 +81,11 @@ def make_shards(
             )
             work.sink.drop()
             workshop.flush()
+            work.settle()
             if not work.wait(recheck):
                 break
     work.learn(own)
+    work.count_all()
     workshop.report(replace(workshop.state, proved=True))
     times = work.meter.times()
     report.times(times)
@@ -97,6 +102,8 @@ class _Work:
         world: World,
         report: Progress,
         known: Known,
+        tally: Tally,
+        *,
         only: Collection[int] | None,
         clock: Clock,
     ) -> None:
@@ -109,16 +116,14 @@ class _Work:
         self._wanted = frozenset(range(plan.num_shards) if only is None else only)
         self._before = workshop.finished() & self._wanted
         self._made: set[int] = set()
+        self._overtaken: set[int] = set()
         self._clock = clock
         self._looked = clock.now()
         self._movement = Movement(clock.now)
-        self._average_nbytes = plan.nbytes / max(1, plan.num_shards)
         self.meter = PipelineMeter()
         self.sink = ShardSink(workshop, plan, added=self._added)
-        for ordinal in sorted(self._before - known.told - known.proved):
-            tokens, nbytes = plan.shard_size(ordinal)
-            report.advance(tokens=tokens, nbytes=nbytes, computed=False)
-        known.told |= self._before
+        self._tally = tally
+        tally.keep(self._before)
 
     def own_finished(self) -> list[int]:
         """Shards an earlier run finished that this worker looks at again."""
@@ -140,9 +145,20 @@ class _Work:
             self.sink.begin(ordinal)
             for group in effective_groups(self._plan.groups(ordinal), batches):
                 if self._is_overtaken(ordinal):
+                    self._overtaken.add(ordinal)
                     return
                 yield [self._plan.document(record) for record in group]
             self._made.add(ordinal)
+
+    def settle(self) -> None:
+        """Count what was made and delivered, once nothing is under way."""
+        self._tally.settle(self._made, lost=self._workshop.lost | self._overtaken)
+        self._overtaken.clear()
+
+    def count_all(self) -> None:
+        """Count all that was wanted, which is finished."""
+        self._tally.finished(self._wanted)
+        self._tally.tell()
 
     def wait(self, recheck: Recheck) -> bool:
         """Wait until there is a shard to make; False once all are finished."""
@@ -177,8 +193,7 @@ class _Work:
         else:
             recheck.missing()
             finished = self._workshop.finished()
-            others = len((finished & self._wanted) - self._before - self._made)
-            self._report.elsewhere(nbytes=round(others * self._average_nbytes))
+            self._tally.finished(finished & self._wanted)
         return self._wanted - finished - self._made
 
     def _is_overtaken(self, ordinal: int) -> bool:
@@ -206,6 +221,6 @@ class _Work:
                 found[state.shard] = max(part, found.get(state.shard, 0.0))
         return found
 
-    def _added(self, tokens: int, nbytes: int) -> None:
-        self._report.advance(tokens=tokens, nbytes=nbytes, computed=True)
+    def _added(self, ordinal: int, tokens: int, nbytes: int) -> None:
+        self._tally.add(ordinal, tokens=tokens, nbytes=nbytes)
         self._report.times(self.meter.times())

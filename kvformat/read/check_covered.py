@@ -8,11 +8,14 @@ from itertools import pairwise
 from msgspec import Struct
 
 from kvformat.errors import KVFormatError, make_error
+from kvformat.read.error_bounds import LABEL as BOUNDS
+from kvformat.read.error_bounds import parse_bounds
 from kvformat.read.frequencies import InverseFrequencies
 from kvformat.spec import canonical, limits
 from kvformat.spec.context import Context, TensorDigest, layer_groups_problem
 from kvformat.spec.manifest import CoveredFile
 from kvformat.spec.paths import covered_path
+from kvformat.spec.schema import Schema
 from kvformat.storage.local_read import OpenFile, sha256_of
 from kvformat.storage.readers import Reader
 
@@ -30,10 +33,10 @@ def read_covered(reader: Reader, file: CoveredFile) -> bytes:
     return bytes(_open_checked(reader, file).read(0, file.size))
 
 
-def check_covered(reader: Reader, file: CoveredFile, context: Context) -> Iterator[KVFormatError]:
-    """Digest of a covered file, and E044 of its content in a dataset of this context."""
+def check_covered(reader: Reader, file: CoveredFile, *, context: Context, schema: Schema) -> Iterator[KVFormatError]:
+    """Digest of a covered file, and E044 of its content in a dataset of this context and schema."""
     opened = _open_checked(reader, file)
-    if file.name not in ("weights", "inv_freq"):
+    if file.name not in ("weights", "inv_freq", BOUNDS):
         return
     path = opened.path
     if file.size > limits.MAX_CONTENT_NBYTES:
@@ -41,26 +44,35 @@ def check_covered(reader: Reader, file: CoveredFile, context: Context) -> Iterat
         yield make_error("E044", message, path=path)
         return
     data = bytes(opened.read(0, file.size))
+    if file.name == BOUNDS:
+        parse_bounds(data, schema, path=path)
+        return
+    check = _weights_faults(data, context, path) if file.name == "weights" else _frequency_faults(data, path)
     try:
-        if file.name == "weights":
-            tensors = canonical.convert(canonical.decode(data), TensorList).tensors
-            names = [tensor.name.encode() for tensor in tensors]
-            if any(a >= b for a, b in pairwise(names)):
-                yield make_error("E044", "tensors must be in strictly ascending order of their names", path=path)
-            model = context.model
-            if model is not None and any(tensor.dtype != model.compute_dtype for tensor in tensors):
-                yield make_error("E044", f"every dtype must be the compute dtype, {model.compute_dtype}", path=path)
-        else:
-            groups = canonical.convert(canonical.decode(data), InverseFrequencies).groups
-            if any(not canonical.is_real(value) for group in groups for value in group.values):
-                yield make_error("E044", "an inverse frequency is NaN, infinite or -0", path=path)
-            if any(not group.values for group in groups):
-                yield make_error("E044", "a group has no inverse frequencies", path=path)
-            problem = layer_groups_problem([group.layers for group in groups])
-            if problem is not None:
-                yield make_error("E044", problem, path=path)
+        yield from check
     except KVFormatError as error:
         yield make_error("E044", f"covered file {file.name!r}: {error.message}", path=path)
+
+
+def _weights_faults(data: bytes, context: Context, path: str) -> Iterator[KVFormatError]:
+    tensors = canonical.convert(canonical.decode(data), TensorList).tensors
+    names = [tensor.name.encode() for tensor in tensors]
+    if any(a >= b for a, b in pairwise(names)):
+        yield make_error("E044", "tensors must be in strictly ascending order of their names", path=path)
+    model = context.model
+    if model is not None and any(tensor.dtype != model.compute_dtype for tensor in tensors):
+        yield make_error("E044", f"every dtype must be the compute dtype, {model.compute_dtype}", path=path)
+
+
+def _frequency_faults(data: bytes, path: str) -> Iterator[KVFormatError]:
+    groups = canonical.convert(canonical.decode(data), InverseFrequencies).groups
+    if any(not canonical.is_real(value) for group in groups for value in group.values):
+        yield make_error("E044", "an inverse frequency is NaN, infinite or -0", path=path)
+    if any(not group.values for group in groups):
+        yield make_error("E044", "a group has no inverse frequencies", path=path)
+    problem = layer_groups_problem([group.layers for group in groups])
+    if problem is not None:
+        yield make_error("E044", problem, path=path)
 
 
 def _open_checked(reader: Reader, file: CoveredFile) -> OpenFile:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvformat.codec.shard import header_fault
 from kvformat.errors import KVFormatError, make_error
@@ -12,10 +14,13 @@ from kvformat.read.dataset import Dataset
 from kvformat.read.index import ShardRow
 from kvformat.read.record import Record
 from kvformat.read.shards import Checks, OpenShard
-from kvformat.spec.document import MASKS, Document, unpack_media
+from kvformat.read.stored_inputs import document_of_inputs
+from kvformat.spec.document import MEDIA_ENTRY_NBYTES
 from kvformat.storage.local_read import OpenFile, sha256_of
 
 __all__ = ["check_header", "check_record", "check_sha256"]
+
+_DTYPES = {"token_ids": "<i4", "position_ids": "<i4", "mask": "<u8", "media": "u1"}
 
 
 def check_header(dataset: Dataset, row: ShardRow, file: OpenFile) -> KVFormatError | None:
@@ -54,9 +59,11 @@ def check_record(
         sound = False
         yield damage
     if sound and any(extra.name == "token_ids" for extra in dataset.schema.extras):
-        fault = _document_fault(dataset, record, file.path)
-        if fault is not None:
-            yield fault
+        try:
+            inputs = _stored_inputs(dataset, record)
+            document_of_inputs(inputs, digest=record.document, path=file.path, record=record.index)
+        except KVFormatError as error:
+            yield error
     if padding and np.frombuffer(record.padding(), dtype=np.uint8).any():
         yield make_error(
             "E076", "the padding after the record is not zero: restore the shard", path=file.path, record=number
@@ -75,31 +82,13 @@ def check_sha256(row: ShardRow, file: OpenFile, progress: Callable[[int], None])
     )
 
 
-def _document_fault(dataset: Dataset, record: Record, path: str) -> KVFormatError | None:
-    extras = {extra.name: record.stored(extra.name) for extra in dataset.schema.extras}
-    ids = np.frombuffer(extras["token_ids"], dtype="<i4")
-    try:
-        mask, length = 0, 0
-        if "mask" in extras:
-            mask, length = np.frombuffer(extras["mask"], dtype="<u8").tolist()
-            if mask >= len(MASKS):
-                return make_error("E075", f"mask kind {mask}", path=path, record=record.index)
-        positions = None
-        if "position_ids" in extras:
-            positions = np.frombuffer(extras["position_ids"], dtype="<i4").reshape(-1, record.num_tokens)
-        media = (
-            unpack_media(np.frombuffer(extras["media"], dtype=np.uint8).reshape(-1, 49)) if "media" in extras else ()
-        )
-        document = Document.of(ids, position_ids=positions, mask=MASKS[mask], prefix_length=length, media=media)
-    except KVFormatError as error:
-        return make_error(
-            "E075", f"the stored inputs make no document: {error.message}", path=path, record=record.index
-        )
-    if document.digest != record.document:
-        return make_error(
-            "E075",
-            f"the stored inputs make document {document.digest.hex()}, the row says {record.document.hex()}",
-            path=path,
-            record=record.index,
-        )
-    return None
+def _stored_inputs(dataset: Dataset, record: Record) -> dict[str, NDArray[Any]]:
+    """Views of the record, whose sums were proved."""
+    shapes = {
+        "token_ids": (-1,),
+        "position_ids": (-1, record.num_tokens),
+        "mask": (2,),
+        "media": (-1, MEDIA_ENTRY_NBYTES),
+    }
+    names = [extra.name for extra in dataset.schema.extras if extra.name in shapes]
+    return {name: np.frombuffer(record.stored(name), dtype=_DTYPES[name]).reshape(shapes[name]) for name in names}

@@ -168,7 +168,7 @@ class _Verification:
         expected = {ROOT, _path_of(manifest)}
         for file in manifest.files:
             expected.add(covered_path(file.sha256))
-            self._add(check_covered(self._reader, file, manifest.context))
+            self._add(check_covered(self._reader, file, context=manifest.context, schema=dataset.schema))
         sound = {}
         for table in tables.TABLES:
             parts = getattr(index, table)

@@ -25,10 +25,10 @@ def translate(error: OSError, path: str | os.PathLike[str], *, needed_nbytes: in
         need = "" if needed_nbytes is None else f"{needed_nbytes:,} bytes are needed, "
         return make_error("E200", f"{text}: {need}{_free(path)}free space and resume", path=path)
     if error.errno == errno.EFBIG:
-        limit = (
-            "a limit on the size of one file, not the free space, is reached: raise `ulimit -f`, write smaller files"
-        )
-        return make_error("E200", f"{text}: {limit}, or choose a file system that takes larger ones", path=path)
+        need = "" if needed_nbytes is None else f"{needed_nbytes:,} bytes are needed, and "
+        limit = "a limit on the size of one file, not the free space, is reached"
+        remedy = "raise `ulimit -f`, write smaller shards, or choose a file system that takes larger files"
+        return make_error("E200", f"{text}: {need}{limit}: {remedy}", path=path)
     if error.errno in _MISSING:
         return make_error("E002", "the file is missing: restore it from a copy of the dataset", path=path)
     if error.errno == errno.ELOOP:

@@ -12,11 +12,12 @@ from kvformat.spec.paths import STAGING
 from kvformat.storage.faults import translated
 from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.remote import Remote
+from kvformat.write.found import FoundRun
+from kvformat.write.opening import find_runs, open_workshop
 from kvformat.write.planned import Planned
 from kvformat.write.run import RunIdentity, differences, run_differs
-from kvformat.write.shared import FoundRun
 from kvformat.write.staging import COVERED
-from kvformat.write.workshop import Workshop, find_runs, open_workshop
+from kvformat.write.workshop import Workshop
 
 __all__ = ["attach_workshop"]
 
@@ -34,7 +35,7 @@ def attach_workshop(
     Parameters
     ----------
     target, spool, files, keep_open
-        As for :func:`kvformat.write.workshop.open_workshop`.
+        As for :func:`kvformat.write.opening.open_workshop`.
 
     Raises
     ------

@@ -10,10 +10,10 @@ from kvformat.storage.lease import DirectoryLease
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write.folders import Folders
 
-__all__ = ["join"]
+__all__ = ["BUSY_TIMEOUT_S", "join", "wait_for_lease"]
 
 _ATTEMPTS = 100
-_BUSY_TIMEOUT_S = 60.0
+BUSY_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 
 
@@ -27,13 +27,13 @@ def join(files: LocalFiles, root: Path, path: Path, folders: Folders) -> Directo
     StorageError
         E207 where it cannot be made.
     """
-    deadline = time.monotonic() + _BUSY_TIMEOUT_S
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
     for attempt in range(_ATTEMPTS):
         try:
             folders.make(root)
             files.make_dir(path.parent)
             files.make_dir(path)
-            lease = _take(path, deadline)
+            lease = wait_for_lease(path, deadline)
         except KVFormatError as error:
             # A directory that was there is gone: others that left removed it.
             if error.code != "E002" or attempt == _ATTEMPTS - 1:
@@ -47,7 +47,16 @@ def join(files: LocalFiles, root: Path, path: Path, folders: Folders) -> Directo
     )
 
 
-def _take(path: Path, deadline: float) -> DirectoryLease:
+def wait_for_lease(path: Path, deadline: float) -> DirectoryLease:
+    """Take a shared lease on a directory, waiting until the monotonic clock says ``deadline``.
+
+    Raises
+    ------
+    ConflictError
+        E117 where somebody holds it alone for so long.
+    DamageError
+        E002 where no directory is there.
+    """
     while (lease := DirectoryLease.take(path, shared=True)) is None:
         if time.monotonic() > deadline:
             raise make_error(

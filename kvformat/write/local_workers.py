@@ -11,8 +11,8 @@ from pathlib import Path
 from kvformat.errors import KVFormatError
 from kvformat.storage.faults import translated
 from kvformat.storage.lease import is_held
+from kvformat.write.found import FoundRun
 from kvformat.write.run import RunIdentity
-from kvformat.write.shared import FoundRun
 from kvformat.write.staging import is_shared, stagings
 from kvformat.write.worker_state import Worker, WorkerState, liveness_of
 

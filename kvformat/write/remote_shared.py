@@ -15,6 +15,7 @@ from kvformat.spec.paths import STAGING, shard_path
 from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.remote import Remote
 from kvformat.storage.store import StoreFault
+from kvformat.write.found import FoundRun
 from kvformat.write.parallel import side_by_side
 from kvformat.write.remote_publish import publish_objects, read_root
 from kvformat.write.remote_receipts import MAX_RECEIPT_NBYTES
@@ -22,10 +23,9 @@ from kvformat.write.remote_workers import RUN_NBYTES, find_runs, list_or_none, w
 from kvformat.write.rows import EncodedPart
 from kvformat.write.run import RunIdentity, SameFile
 from kvformat.write.run_files import agree_on_files
-from kvformat.write.shared import FoundRun
 from kvformat.write.spool import Spool
 from kvformat.write.staging import COVERED, Receipt
-from kvformat.write.worker_state import Worker, WorkerState, is_alive
+from kvformat.write.worker_state import Worker, WorkerState, is_alive, is_loading
 
 __all__ = ["RemoteShared"]
 
@@ -231,7 +231,8 @@ class RemoteShared:
             names += [f"{prefix}{COVERED}/{file.sha256}" for file in self.run.files]
         else:
             names = [stat.name for stat in listed]
-            if any(is_alive(worker) for worker in workers_of(self._remote, self._key, names, base=self._base)):
+            workers = workers_of(self._remote, self._key, names, base=self._base)
+            if any(is_alive(worker) and not is_loading(worker.state) for worker in workers):
                 return
         run = f"{prefix}run.json"
         empty = (self._began or run not in names) and not any(_RECEIPT.fullmatch(name) for name in names)

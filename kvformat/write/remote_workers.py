@@ -12,10 +12,10 @@ from kvformat.spec.paths import STAGING
 from kvformat.storage.lease import DirectoryLease
 from kvformat.storage.remote import Remote
 from kvformat.storage.store import Stat
+from kvformat.write.found import FoundRun
 from kvformat.write.parallel import side_by_side
 from kvformat.write.remote_receipts import kept_plans
 from kvformat.write.run import RunIdentity
-from kvformat.write.shared import FoundRun
 from kvformat.write.spool import spool_of
 from kvformat.write.worker_state import Liveness, Worker, WorkerState, liveness_of
 

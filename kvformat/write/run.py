@@ -164,10 +164,13 @@ def differences(ours: RunIdentity, theirs: RunIdentity) -> list[str]:
     left, right = _fields(ours), _fields(theirs)
     if left == right and ours.tag != theirs.tag:  # unfolded they are alike
         left["tag"], right["tag"] = ours.tag, theirs.tag
+    found = [name for name in sorted(left.keys() | right.keys()) if left.get(name) != right.get(name)]
+    # What a tag is made of is mostly recorded as provenance too, and need not be told twice.
+    told = {f"tag.{name.removeprefix('provenance.')}" for name in found if name.startswith("provenance.")}
     return [
         f"{name} ({_shown(left.get(name))} here, {_shown(right.get(name))} there)"
-        for name in sorted(left.keys() | right.keys())
-        if left.get(name) != right.get(name)
+        for name in found
+        if name not in told
     ]
 
 

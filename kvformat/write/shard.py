@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -104,11 +104,17 @@ class ShardWriter:
             os.close(self._fd)
             self._fd = -1
 
-    def __del__(self) -> None:
-        # A writer that fails drops the shards whose turn to be finished has not come. Without a descriptor yet, there
-        # is nothing to close.
-        if hasattr(self, "_fd"):
-            self.close()
+    def __del__(self, *, close: Callable[[int], object] = os.close) -> None:
+        # A writer that fails drops the shards whose turn to be finished has not come. When the interpreter exits, the
+        # module's names may be None by now, so the function is bound here. Without a descriptor yet, there is nothing
+        # to close.
+        fd = getattr(self, "_fd", -1)
+        if fd >= 0:
+            self._fd = -1
+            try:  # noqa: SIM105 - contextlib may be gone too
+                close(fd)
+            except OSError:
+                pass
 
 
 def hash_file(source: int | Path, path: Path) -> bytes:

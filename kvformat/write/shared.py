@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from kvformat.errors import make_error
 from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import Manifest
 from kvformat.storage.local_write import LocalFiles
+from kvformat.write.found import FoundRun
 from kvformat.write.rows import EncodedPart
-from kvformat.write.run import RunIdentity, differences
+from kvformat.write.run import RunIdentity
 from kvformat.write.staging import Receipt
-from kvformat.write.worker_state import Worker, WorkerState, is_alive
+from kvformat.write.worker_state import Worker, WorkerState
 
-__all__ = ["Beside", "FoundRun", "Shared", "refuse_other_plans", "work_beside"]
-
-
-class FoundRun(NamedTuple):
-    """Staged work of one run.
-
-    Attributes
-    ----------
-    num_finished
-        Shards there is a receipt for.
-    workers
-        What its workers said of themselves, whether they live or not.
-    """
-
-    place: Path | str
-    run: RunIdentity
-    num_finished: int
-    workers: tuple[Worker, ...]
-
-
-class Beside(NamedTuple):
-    """Staged work of the same plan that another run cannot continue, and in what the two runs differ."""
-
-    place: Path | str
-    num_finished: int
-    num_alive: int
-    differences: tuple[str, ...]
+__all__ = ["Shared"]
 
 
 class Shared(Protocol):
@@ -146,47 +120,3 @@ class Shared(Protocol):
         unpublished
             Also where nothing is published, as long as this worker began it and there are no receipts in it.
         """
-
-
-def work_beside(run: RunIdentity, found: Iterable[FoundRun]) -> tuple[Beside, ...]:
-    """Work of other runs of the same plan that has receipts, or workers that may live."""
-    beside = []
-    for other in found:
-        alive = sum(is_alive(worker) for worker in other.workers)
-        if other.run.plan == run.plan and other.run.key != run.key and (other.num_finished or alive):
-            beside.append(Beside(other.place, other.num_finished, alive, tuple(differences(run, other.run))))
-    return tuple(beside)
-
-
-def refuse_other_plans(
-    found: Iterable[FoundRun], plan: str, place: Path | str, *, since: WorkerState | None = None
-) -> None:
-    """Refuse where workers of another plan live: of the datasets that they and we would make, one only can be there.
-
-    Parameters
-    ----------
-    since
-        Of a worker that has spoken already. Of several that began at the same moment, and see each other, the first
-        one stays; else each might be refused because of the others.
-
-    Raises
-    ------
-    ConflictError
-        E117.
-    """
-    for other in found:
-        states = [worker.state for worker in other.workers if is_alive(worker)]
-        if since is not None and since.phase == "start":
-            own = (since.started, since.token)
-            states = [state for state in states if state.phase != "start" or (state.started, state.token) < own]
-        elif since is not None:  # whoever begins at the same moment gives way
-            states = []
-        if other.run.plan != plan and states:
-            first = states[0]
-            raise make_error(
-                "E117",
-                f"another plan is being made here: {other.run.plan[:16]}, this one is {plan[:16]}; its worker "
-                f"{first.rank} of {first.world_size} ({first.host}, pid {first.pid}) is at work, or was a few minutes "
-                "ago: wait for it to end, stop it, or choose another location",
-                path=place,
-            )

@@ -10,7 +10,7 @@ from kvformat.storage.faults import translated
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write.local_workers import workers_in
 from kvformat.write.staging import COVERED
-from kvformat.write.worker_state import STALE_S, is_alive
+from kvformat.write.worker_state import STALE_S, is_alive, is_loading
 
 __all__ = ["sweep"]
 
@@ -27,6 +27,7 @@ def sweep(files: LocalFiles, path: Path, token: str) -> None:
     """
     workers = workers_in(path)
     alive = {token} | {worker.state.token for worker in workers if is_alive(worker)}
+    making = alive - {worker.state.token for worker in workers if is_loading(worker.state)}
     gone = {worker.state.token for worker in workers} - alive
     folder = path / COVERED
     with translated(path):
@@ -38,7 +39,7 @@ def sweep(files: LocalFiles, path: Path, token: str) -> None:
             owner = match[1] or match[2]
             if owner in gone or (owner not in alive and _age(entry) > STALE_S):
                 files.unlink(entry)
-        elif alive == {token} and (match := _SHARD.fullmatch(entry.name)) and int(match[1]) not in finished:
+        elif making == {token} and (match := _SHARD.fullmatch(entry.name)) and int(match[1]) not in finished:
             files.unlink(entry)
 
 

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
+import socket
 from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-__all__ = ["STALE_S", "Liveness", "Phase", "Worker", "WorkerState", "is_alive", "liveness_of"]
+__all__ = [
+    "SAID_EVERY_S",
+    "STALE_S",
+    "Liveness",
+    "Phase",
+    "Worker",
+    "WorkerState",
+    "is_alive",
+    "is_loading",
+    "liveness_of",
+]
 
-Phase = Literal["start", "work", "wait", "seal"]
+Phase = Literal["load", "start", "work", "wait", "seal"]
+"""In ``load``, a worker holds staged work of its plan; whether it is its own, the loaded model will tell."""
 Liveness = Literal["live", "dead", "unknown", "stale"]
 STALE_S = 300.0
 """A worker nobody can ask, and that said nothing for so long, counts as gone. They speak ten times as often."""
+
+SAID_EVERY_S = STALE_S / 10
 
 _NAME = re.compile(r"worker-([0-9]+)-([0-9a-f]{8})\.json")
 
@@ -50,6 +66,20 @@ class WorkerState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_shards: int = 0
     num_tokens: int = 0
     nbytes: int = 0
+
+    @classmethod
+    def of_this_process(cls, rank: int, world_size: int, *, phase: Phase, now: float) -> WorkerState:
+        """Of a worker that begins now, in seconds since 1970."""
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            token=secrets.token_hex(4),
+            started=now,
+            updated=now,
+            phase=phase,
+        )
 
     @property
     def name(self) -> str:
@@ -107,3 +137,8 @@ def liveness_of(state: WorkerState, *, held: bool | None, here: bool, now: float
 def is_alive(worker: Worker) -> bool:
     """Whether a worker lives, or may well do."""
     return worker.liveness in ("live", "unknown")
+
+
+def is_loading(state: WorkerState) -> bool:
+    """Whether a worker has no part yet in the work it holds: it waits for its model."""
+    return state.phase == "load"

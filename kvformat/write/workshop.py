@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -16,39 +11,30 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from kvformat.errors import KVFormatError, make_error
+from kvformat.errors import make_error
 from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import Manifest
-from kvformat.spec.paths import ROOT
-from kvformat.storage.faults import translated
-from kvformat.storage.local_write import LocalFiles
-from kvformat.storage.remote import Remote
 from kvformat.write.deliveries import Deliveries
-from kvformat.write.finisher import MOST_WAITING
+from kvformat.write.found import Beside
 from kvformat.write.heartbeat import Heartbeat
-from kvformat.write.local_shared import LocalShared
-from kvformat.write.local_workers import find_runs as find_local
 from kvformat.write.planned import Planned
 from kvformat.write.planned_shard import PlannedShard
-from kvformat.write.remote_publish import read_root
-from kvformat.write.remote_shared import RemoteShared
-from kvformat.write.remote_workers import find_runs as find_remote
 from kvformat.write.rows import EncodedPart
-from kvformat.write.run import RunIdentity, SameFile, run_differs
-from kvformat.write.shared import Beside, FoundRun, Shared, refuse_other_plans, work_beside
+from kvformat.write.settling import Settling
+from kvformat.write.shared import Shared
 from kvformat.write.shared_receipts import SharedReceipts
-from kvformat.write.spool import SpoolFiles, spool_directory
 from kvformat.write.staging import Receipt
-from kvformat.write.worker_state import STALE_S, Phase, Worker, WorkerState
+from kvformat.write.worker_state import SAID_EVERY_S, Worker, WorkerState
 
-__all__ = ["Workshop", "find_runs", "open_workshop"]
+__all__ = ["Workshop"]
 
-_SAID_EVERY_S = STALE_S / 10
 _SOONEST_S = 1.0
 
 
 class Workshop:
-    """One worker's hold on the shared work of a run. Made by :func:`open_workshop`, used as a context manager.
+    """One worker's hold on the shared work of a run; a context manager.
+
+    Made by :func:`kvformat.write.opening.open_workshop`.
 
     Leaving the block lets complete shards be delivered, and leaves the staging for others; an interrupt does not wait
     for what has not begun. :meth:`remove` leaves too, and lets the last one out remove the staging of a published
@@ -84,11 +70,12 @@ class Workshop:
         self._deliveries = Deliveries(max_nbytes=max_waiting_nbytes)
         self._shards: set[PlannedShard] = set()
         self._said = state.updated
-        self._beats = Heartbeat(self._beat, every_s=_SAID_EVERY_S)
+        self._beats = Heartbeat(self._beat, every_s=SAID_EVERY_S)
         self.run = shared.run
         self.covered = shared.covered
         self.layout = Layout(shared.run.schema)
         self._receipts = SharedReceipts(shared, planned, self.layout)
+        self._settling = Settling(shared, self._receipts, drop=self._drop)
         self.state = state
         self.beside = beside
         self._beats.start()
@@ -154,7 +141,12 @@ class Workshop:
             documents, E200 where the disk is full, and whatever else the storage refuses.
         """
         shard.check_complete()
-        return self._deliveries.submit(partial(self._settle, shard), self.run.header_size + shard.nbytes)
+        return self._deliveries.submit(partial(self._settling.settle, shard), self.run.header_size + shard.nbytes)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Shards delivered here of which another worker's counts, as it was faster."""
+        return frozenset(self._settling.lost)
 
     def flush(self) -> None:
         """Wait until all that was delivered is there; raises what the first delivery that failed did."""
@@ -258,166 +250,12 @@ class Workshop:
             raise make_error("E081", f"the plan has shards 0 to {self._planned.num_shards - 1}, found {ordinal}")
         return ordinal
 
-    def _settle(self, shard: PlannedShard) -> Receipt:
-        """Complete a shard, unless another worker was faster; the receipt that counts."""
-        try:
-            first = self._receipts.counting(shard.ordinal)
-            return first if first is not None else self._kept(shard)
-        finally:
-            self._drop(shard)
-
-    def _kept(self, shard: PlannedShard) -> Receipt:
-        receipt = shard.complete()
-        try:
-            self._shared.keep(shard.path, receipt)
-            counts = self._receipts.add(receipt)
-        except BaseException:
-            with contextlib.suppress(KVFormatError):
-                if self._shared.read(shard.ordinal) is None:
-                    self._shared.drop(receipt)
-            raise
-        if counts.sha256 != receipt.sha256:
-            self._shared.drop(receipt)
-        return counts
-
     def _drop(self, shard: PlannedShard) -> None:
         shard.discard()
         self._shards.discard(shard)
 
     def _beat(self) -> None:
         now = self._clock()
-        if now - self._said >= _SAID_EVERY_S / 2:
+        if now - self._said >= SAID_EVERY_S / 2:
             self._said = now
             self._shared.say(replace(self.state, updated=now))
-
-
-def open_workshop(
-    target: Path | Remote,
-    run: RunIdentity,
-    planned: Planned,
-    *,
-    covered: Mapping[str, bytes],
-    rank: int = 0,
-    world_size: int = 1,
-    phase: Phase = "start",
-    spool: str | os.PathLike[str] | None = None,
-    max_waiting_nbytes: int | None = None,
-    same_file: SameFile | None = None,
-    files: LocalFiles | None = None,
-    keep_open: bool = True,
-    published: bool = False,
-    clock: Callable[[], float] = time.time,
-) -> Workshop:
-    """Join the workers of a run, or begin it: whatever earlier runs of the same key finished is continued.
-
-    Parameters
-    ----------
-    target
-        Directory of the dataset, made where it does not exist, or its URL.
-    covered
-        Covered files by label, those that ``run`` names.
-    rank, world_size
-        Which worker this is, of how many. Only told to others: no worker waits for another.
-    phase
-        What it begins with.
-    spool
-        Of an object store, as for :func:`kvformat.create`.
-    max_waiting_nbytes
-        Most bytes of complete shards that wait for helper threads; three full shards unless given.
-    same_file
-        Whether two contents of a covered file, the staged one and one's own, mean the same although their bytes
-        differ; then the staged one counts.
-    files
-        Operations that change the disk; tests inject their own.
-    keep_open
-        Leave the client of an object store to the caller.
-    published
-        Also where a dataset is published already.
-    clock
-        Seconds since 1970.
-
-    Raises
-    ------
-    DatasetExistsError
-        E100 where a dataset is published there.
-    ConflictError
-        E117 where workers of another plan are at work at the same location, or ``kvformat clean`` is.
-    IdentityError
-        E120 where the staged run is another one, or ``planned`` is not its plan; and, with several workers, where work
-        of the same plan by another run is staged beside it. A single worker begins anew then, see
-        :attr:`Workshop.beside`.
-    FormatError
-        Whatever a reader would refuse of the manifest.
-    KVFormatError
-        E116, E200, E201, E203, E207 to E209.
-    """
-    if not 0 <= rank < world_size:
-        raise make_error("E081", f"rank must be 0 to world_size - 1, found {rank} of {world_size}")
-    if planned.digest != run.plan:
-        raise run_differs([f"plan ({planned.digest} here, {run.plan} there)"], _place(target))
-    run.draft(_place(target), covered)
-    now = clock()
-    state = WorkerState(
-        rank=rank,
-        world_size=world_size,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        token=secrets.token_hex(4),
-        started=now,
-        updated=now,
-        phase=phase,
-    )
-    if not published:
-        _require_free(target)
-    refuse_other_plans(find_runs(target, spool=spool), run.plan, _place(target))
-    shared: Shared
-    if isinstance(target, Path):
-        local = files or LocalFiles()
-        shared = LocalShared.open(target, run, covered, state, files=local, same_file=same_file)
-    else:
-        base = spool_directory(spool)
-        local = files or SpoolFiles()
-        shared = RemoteShared.open(target, run, covered, state, base=base, files=local, same_file=same_file)
-    try:
-        if not published:
-            _require_free(target)  # the last ones of a run may have left meanwhile
-        found = shared.found()
-        refuse_other_plans(found, run.plan, _place(target), since=state)
-        others = work_beside(shared.run, found)
-        if others and world_size > 1:
-            raise run_differs(list(others[0].differences), others[0].place)
-    except BaseException:
-        with contextlib.suppress(KVFormatError, OSError):  # the first failure says more
-            shared.remove(unpublished=True)
-        raise
-    waiting = MOST_WAITING * (run.shard_nbytes + run.header_size)
-    return Workshop(
-        shared,
-        planned,
-        state,
-        beside=others,
-        max_waiting_nbytes=waiting if max_waiting_nbytes is None else max_waiting_nbytes,
-        clock=clock,
-        close=lambda: None if keep_open or isinstance(target, Path) else target.close(),
-    )
-
-
-def _place(target: Path | Remote) -> Path | str:
-    return target if isinstance(target, Path) else target.path("")
-
-
-def _require_free(target: Path | Remote) -> None:
-    if isinstance(target, Path):
-        with translated(target):
-            there = (target / ROOT).exists()
-    else:
-        there = read_root(target) is not None
-    if there:
-        raise make_error("E100", "a dataset is here already; choose another location", path=_place(target))
-
-
-def find_runs(target: Path | Remote, *, spool: str | os.PathLike[str] | None = None) -> list[FoundRun]:
-    """Runs whose work is staged at a location, without disturbing it."""
-    if isinstance(target, Path):
-        return find_local(target)
-    return find_remote(target, base=spool_directory(spool))

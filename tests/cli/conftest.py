@@ -21,6 +21,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 Run = Callable[..., Result]
 
 
+@pytest.fixture(autouse=True)
+def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others do on this machine changes nothing that is printed."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
 @pytest.fixture
 def run() -> Run:
     """Run the command line in this process."""

@@ -12,10 +12,11 @@ from kvformat.extract.documents import DocumentsWriter
 from kvformat.extract.plan import Plan, make_plan
 from kvformat.spec.context import Context
 from kvformat.spec.document import Document
+from kvformat.write.opening import open_workshop
 from kvformat.write.planned_shard import PlannedShard
 from kvformat.write.record import RecordEncoder
 from kvformat.write.run import RunIdentity
-from kvformat.write.workshop import Workshop, open_workshop
+from kvformat.write.workshop import Workshop
 
 __all__ = ["COVERED", "SCHEMA", "fill", "make", "opened", "saved_plan"]
 

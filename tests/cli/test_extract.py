@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -17,7 +18,7 @@ from kvformat.cli.output import size_text
 from kvformat.cli.progress import Lines
 from kvformat.cli.watch import Watch
 from kvformat.errors import make_error
-from kvformat.extract import CheckpointSource
+from kvformat.extract import CheckpointSource, PipelineTimes
 from kvformat.extract.options import RayOptions
 from tests.cli.conftest import command, environment
 from tests.models import save_tiny, write_documents
@@ -66,7 +67,7 @@ def test_extract_publishes_what_the_function_would(run, arguments, model, docume
     assert identity == f"    id {dataset.id}"
     assert counts.startswith(f"    4 records, 5 names, {dataset.num_tokens:,} tokens, ")
     assert "tokens/s" in rates
-    assert "GB/s" in rates
+    assert re.search(r" tokens/s, [\d.]+ [kM]B/s$", rates)
     assert limits.startswith("    limited by: ")
     assert re.fullmatch(
         rf"    load against recompute: {dataset.num_tokens} tokens in .* ms, verified, against .* times as long", saved
@@ -289,7 +290,6 @@ def test_every_option_reaches_the_function(run, monkeypatch) -> None:
     more += ["--allow-non-finite", "k", "--allow-non-finite", "v", "--accept-batches", "--rank", "1"]
     more += ["--world-size", "3", "--on-error", "skip", "--allow-skips", "--adapter", "a", "--adapter-mode", "merge"]
     more += ["--checkpoint", "dcp:c", "--select", "^net", "--rename", "^net[.]=", "--checkpoint-dtype", "f32"]
-    more += ["--engine", "ray", "--ray-address", "here", "--ray-workers", "2", "--ray-cpus", "4", "--ray-gpus", "0.5"]
     checkpoint = CheckpointSource(kind="dcp", path="c", select="^net", rename=(("^net[.]", ""),), dtype="F32")
     assert given("extract", *required, *options, *more) == shared | changed | {
         "plan": None,
@@ -303,11 +303,69 @@ def test_every_option_reaches_the_function(run, monkeypatch) -> None:
         "context": "unknown",
         "rank": 1,
         "world_size": 3,
-        "ray": RayOptions(address="here", num_workers=2, num_cpus=4, num_gpus=0.5),
+        "ray": None,
         "on_error": "skip",
         "allow_skips": True,
         "allow_non_finite": ("k", "v"),
     }
+    cluster = [
+        "--engine",
+        "ray",
+        "--ray-address",
+        "here",
+        "--ray-workers",
+        "2",
+        "--ray-cpus",
+        "4",
+        "--ray-gpus",
+        "0.5",
+    ]
+    ray = RayOptions(address="here", num_workers=2, num_cpus=4, num_gpus=0.5)
+    assert given("extract", *required, *cluster) == shared | own | {"ray": ray}
+    assert given("estimate", *required, "--quantize", "int8") == shared | {"quantise": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--documents", "d", "--engine", "ray", "--rank", "0"], "--rank and --world-size are for workers that are"),
+        (["--documents", "d", "--engine", "ray", "--world-size", "1"], "with --engine ray, start a single process"),
+        (["--documents", "d", "--ray-gpus", "1"], "--ray-cpus and --ray-gpus go with --engine ray"),
+        ([], "give --documents SRC or --plan DIR, one of them"),
+        (["--documents", "d", "--plan", "p"], "give --documents SRC or --plan DIR, one of them"),
+        (["--plan", "p", "--order", "length", "--batch-size", "2"], "has settled --order, --batch-size: leave it out"),
+        (["--plan", "p", "--no-special-tokens"], "the plan has settled --no-special-tokens"),
+        (["--plan", "p", "--shard-size", "1M", "--truncate", "3"], "the plan has settled --shard-size, --truncate"),
+    ],
+)
+def test_options_that_do_not_go_together(run, monkeypatch, options: list[str], said: str) -> None:
+    monkeypatch.setattr(kvformat.extract, "run", pytest.fail)
+    result = run("extract", "--model", "m", "--out", "o", *options)
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error [E081]: ")
+    assert said in result.stderr
+
+
+def test_other_spellings_of_a_scheme(run, arguments, tmp_path: Path) -> None:
+    made = run("extract", *arguments, "--quantize=INT8", "--json")
+    assert made.code == 0, made.stderr
+    again = run("extract", *arguments, "--quantise", "int8", "--json")
+    assert (again.code, again.json["id"]) == (0, made.json["id"])
+    assert {c.dtype for c in kvformat.open(tmp_path / "out").schema.components} == {"I8", "F32"}
+    assert "quantize" not in run("extract", "--help").stdout
+
+
+def test_a_hint_where_the_machine_was_busy(run, monkeypatch, arguments) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    limited = PipelineTimes(elapsed_s=10.0, model_s=9.0, tokens=1, nbytes=1)
+    monkeypatch.setattr(Watch, "times", lambda watch, _times: setattr(watch, "spent", limited))
+    one = run("extract", *arguments, "--threads", "1", "--json")
+    assert (one.code, one.json["hint"]) == (0, None)
+    shutil.rmtree(one.json["location"])
+    monkeypatch.setattr("kvformat.extract.reasoner.threads_used", lambda: 4)
+    told = run("extract", *arguments).stdout.splitlines()[-1]
+    assert told.startswith("    hint: the machine was busy when this began (load 1000.0 on ")
+    assert told.endswith("with 4 threads, which then wait for each other: --threads 1 may be many times as fast")
 
 
 @pytest.mark.parametrize("name", ["extract", "estimate"])
@@ -401,11 +459,11 @@ def test_rates_are_of_what_was_computed_in_this_run(capsys) -> None:
         1_000_000_000,
         20.0,
     )
-    assert watch.rates() == "100 tokens/s, 0.100 GB/s"
+    assert watch.rates() == "100 tokens/s, 100 MB/s"
     assert capsys.readouterr().err.splitlines() == [
         "reading documents",
         "loading the model",
         "extracting 3,000 tokens: 4 GB",
-        "extracting 3,000 tokens: 3 GB of 4 GB, 75 %, 100 tokens/s, 0.100 GB/s",
+        "extracting 3,000 tokens: 3 GB of 4 GB, 75 %, 100 tokens/s, 100 MB/s",
         "publishing",
     ]

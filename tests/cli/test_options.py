@@ -8,7 +8,7 @@ import typer
 
 from kvformat.cli.app import app
 from kvformat.cli.options import parse_dtype, parse_layers, parse_size
-from kvformat.cli.output import layers_text, one_line, plain, size_text
+from kvformat.cli.output import layers_text, one_line, plain, rate_text, size_text
 from kvformat.errors import UsageError
 
 
@@ -92,6 +92,20 @@ def test_sizes_for_people() -> None:
         "1.23 MB",
         "1.1 TB",
         "1e+03 PB",
+    ]
+
+
+def test_rates_for_people() -> None:
+    """In the unit that suits: never zero where something was moved."""
+    rates = (0, 0.4, 1234.5, 448_000, 9_999_999, 123_456_789, 2_345_678_901)
+    assert [rate_text(rate) for rate in rates] == [
+        "0 bytes/s",
+        "0 bytes/s",
+        "1.23 kB/s",
+        "448 kB/s",
+        "10 MB/s",
+        "123 MB/s",
+        "2.35 GB/s",
     ]
 
 

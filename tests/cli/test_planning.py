@@ -142,7 +142,12 @@ def test_columns_and_functions(run: Any, model: Path, tmp_path: Path) -> None:
         ("documents", ["--out", "d.kvdocs", "--column", "id=a"], "columns are named of Parquet"),
         ("documents", ["--out", "d.kvdocs", "--truncate", "65"], "the model has 64 positions"),
         ("plan", ["--out", "plan", "--order", "random"], "random"),
-        ("plan", ["--out", "plan", "--shard-slots", "10001"], "shard_slots must be an integer of 1 to 10000"),
+        ("plan", ["--out", "plan", "--shard-slots", "10001"], "--shard-slots must be an integer of 1 to 10000"),
+        (
+            "plan",
+            ["--out", "p.kvdocs"],
+            "*.kvdocs is the name of a documents file: choose another location for a plan",
+        ),
         ("plan", ["--out", "plan", "--batch-tokens", "0"], "batch-tokens"),
     ],
 )
@@ -180,7 +185,81 @@ def test_another_plan_is_never_overwritten(run: Any, model: Path, source: Path, 
     refused = run(*base, "--order", "length")
     assert refused.code == 3
     assert "error [E207]: another plan is here already; choose another location" in refused.stderr
+    assert "(it differs in order: given here, length wanted) (path " in refused.stderr
     assert open_plan(tmp_path / "plan").digest == digest
+    for options, said in (
+        (
+            ["--shard-size", "1M", "--batch-size", 2],
+            "batch_size: 1 here, 2 wanted; shard_nbytes: 1073741824 here, 1048576",
+        ),
+        (["--truncate", 8], "how text became token ids: truncate: absent here, 8 wanted)"),
+        (["--layers", "0"], "the schema: layers, dtypes, key stage or model)"),
+    ):
+        assert said in run(*base, *options).stderr
+    write_documents(source, [{"id": "a", "text": "x"}])
+    assert "it differs in the documents: 5 names here, 1 wanted)" in run(*base).stderr
+
+
+def test_nothing_goes_into_the_directory_of_a_plan(run: Any, model: Path, source: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    given = ["--documents", source, "--model", model, "--out"]
+    assert run("plan", *given, plan).code == 0
+    before = sorted(plan.iterdir())
+    for command, out in (
+        ("plan", plan / "in"),
+        ("documents", plan / "in.kvdocs"),
+        ("documents", plan / "documents.kvdocs"),
+        ("extract", plan),
+        ("extract", plan / "ds"),
+        ("estimate", plan),
+    ):
+        result = run(command, *given, out)
+        assert (result.code, "E081" in result.stderr, "a plan is here, and a" in result.stderr) == (2, True, True)
+    assert sorted(plan.iterdir()) == before
+    for command, options in (("plan", [tmp_path / "x"]), ("documents", [tmp_path / "x.kvdocs"]), ("extract", ["x"])):
+        result = run(command, "--documents", plan, "--model", model, "--out", *options)
+        assert result.code == 2
+        assert "that is a plan: give it to `kvformat extract` as --plan" in result.stderr
+
+
+def test_plans_and_documents_files_are_inspected(run: Any, model: Path, source: Path, tmp_path: Path) -> None:
+    file, plan = tmp_path / "d.kvdocs", tmp_path / "plan"
+    with source.open("a") as lines:
+        lines.write('{"id": "long", "text": "' + "x" * 100 + '"}\n')
+    documents = run("documents", "--documents", source, "--model", model, "--out", file, "--skip-too-long", "--json")
+    planned = run("plan", "--documents", file, "--model", model, "--out", plan, "--batch-size", 2, "--json")
+    assert planned.code == 0, planned.stderr
+    reason = "101 tokens, but the model has 64 positions"
+    for path, kind, made in ((file, "documents", documents.json), (plan, "plan", planned.json)):
+        found = run("inspect", path, "--json").json
+        assert found.pop("kind") == kind
+        (skipped,) = found.pop("skipped")
+        assert (skipped["name"], reason in skipped["reason"], made.pop("skipped")) == ("long", True, 1)
+        assert {name: found[name] for name in made} == made
+        assert found["text"]["special_tokens"] is True
+        assert "token_ids" not in found["text"]["canary"]
+        shown = run("inspect", path)
+        assert (shown.code, shown.stderr) == (0, "")
+        words = " ".join(shown.stdout.split())
+        for wanted in (f"{kind} ", str(path), "names 5", "duplicates 1", f"tokens {made['tokens']}", reason):
+            assert wanted in words
+    assert (found["batch_size"], found["order"], found["shard_nbytes"]) == (2, "given", 1 << 30)
+    assert open_plan(plan).digest in run("inspect", plan).stdout
+    assert "components.k.layers" in run("inspect", plan).stdout
+    assert open_documents(file).proof.sha256 in run("inspect", file).stdout
+    refused = run("inspect", plan, "--number", 0)
+    assert (refused.code, "E081" in refused.stderr, "this is a plan" in refused.stderr) == (2, True, True)
+
+
+def test_damaged_ones_are_told(run: Any, model: Path, source: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    assert run("plan", "--documents", source, "--model", model, "--out", plan).code == 0
+    (plan / "order.safetensors").unlink()
+    assert "error [E307]: no sound plan" in run("inspect", plan).stderr
+    assert "error [E002]: no documents file is there" in run("inspect", tmp_path / "none.kvdocs").stderr
+    (tmp_path / "bad.kvdocs").write_bytes(b"nothing")
+    assert "error [E307]: " in run("inspect", tmp_path / "bad.kvdocs").stderr
+    assert "error [E001]: " in run("inspect", tmp_path).stderr
 
 
 def test_an_interrupt_leaves_nothing(

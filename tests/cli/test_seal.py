@@ -17,8 +17,8 @@ from kvformat.cli.seal import seal
 from kvformat.storage.remote import Remote
 from kvformat.testing.memory_store import MemoryStore
 from kvformat.write.attach import attach_workshop
+from kvformat.write.opening import find_runs
 from kvformat.write.sealing import seal as publish
-from kvformat.write.workshop import find_runs
 from tests.cli.datasets import Result
 from tests.cli.sharing import make, opened, saved_plan
 

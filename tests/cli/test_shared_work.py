@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from kvformat.cli import shared_work
 from kvformat.storage.remote import Remote
 from kvformat.testing.memory_store import MemoryStore
+from kvformat.write.holding import hold_staged
 from kvformat.write.sealing import seal
 from kvformat.write.worker_state import STALE_S, Worker
 from kvformat.write.workshop import Workshop
@@ -270,6 +271,46 @@ def test_a_dead_worker_is_shown_as_such(run, place: Place, plan: Any, clock: Cal
     assert run("clean", place.name, "--yes").code == 0
     assert run("status", place.name).code in (0, 3)
     assert [name for name in place.snapshot() if name.startswith(".staging")] == []
+
+
+def test_what_nobody_holds_comes_with_the_next_step(run, plan: Any, tmp_path: Path) -> None:
+    out = tmp_path / "my ds"
+
+    def step() -> str:
+        (line,) = [line for line in run("status", out).stdout.splitlines() if line.startswith("    next: ")]
+        return str(line.removeprefix("    next: "))
+
+    drop = f"`kvformat clean '{out}'`"
+    with opened(out, plan) as workshop:
+        make(workshop, plan, 0, 1)
+        assert "next: " not in run("status", out).stdout
+    assert step() == f"the same `kvformat extract` command goes on with it; {drop} drops it"
+    with opened(out, plan) as workshop:
+        make(workshop, plan, 2, 3)
+    assert step() == f"the same `kvformat extract` command, or `kvformat seal`, publishes it; {drop} drops it"
+    with opened(out, plan) as workshop:
+        seal(workshop, plan)
+    assert step() == f"{drop} removes it, as something is published here"
+    assert run("clean", out, "--yes").code == 0
+    assert "next: " not in run("status", out).stdout
+
+
+def test_who_loads_a_model_is_shown_and_left_alone(run, place: Place, plan: Any) -> None:
+    with opened(place.target, plan) as workshop:
+        make(workshop, plan, 0)
+    with hold_staged(place.target, plan.digest, rank=1, world_size=2):
+        (work,) = run("status", place.name, "--json").json["staging"]
+        assert (work["state"], work["shared"]["loading"]) == ("live", True)
+        assert [worker["phase"] for worker in work["shared"]["workers"]] == ["load"]
+        assert "staged work, live (running, loading the model): " in run("status", place.name).stdout
+        clean = run("clean", place.name, "--yes")
+        assert (clean.code, clean.stdout) == (3, "nothing removed, 0 bytes freed\n")
+        assert f"worker 1 of 2 ({socket.gethostname()}, pid {os.getpid()}) is loading its model: wait" in clean.stderr
+        with opened(place.target, plan):
+            shown = run("status", place.name)
+            assert "staged work, live (a writer is at work): " in shown.stdout
+            assert not run("status", place.name, "--json").json["staging"][0]["shared"]["loading"]
+    assert run("clean", place.name, "--yes").code == 0
 
 
 def test_damaged_work_is_shown(run, place: Place, plan: Any) -> None:

@@ -128,3 +128,13 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, data: bytes) -> None:
         read_bounds(dataset)
     assert caught.value.code == "E044"
     assert "bounds" in caught.value.message
+    assert kvformat.verify(tmp_path / "ds", level=1).ok
+    (finding,) = kvformat.verify(tmp_path / "ds", level=2).findings
+    assert (finding.code, finding.message, finding.path) == ("E044", caught.value.message, caught.value.path)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES])
+def test_what_an_extraction_records_obeys_the_specification(tmp_path: Path, scheme: str) -> None:
+    quantised = QuantisingExtractor(extractor_of(dtype=torch.bfloat16), scheme=scheme)
+    publish(tmp_path / "ds", quantised)
+    assert kvformat.verify(tmp_path / "ds", level=2).ok

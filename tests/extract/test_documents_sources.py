@@ -461,6 +461,6 @@ def test_a_real_tokenizer_gives_the_ids_it_gives_alone(smollm2: Path, tmp_path: 
     write_documents(source, tmp_path / "d.kvdocs", tokeniser)
     found = open_documents(tmp_path / "d.kvdocs")
     for number, text in enumerate(texts):
-        alone = tokeniser._tokenizer(text or "-")["input_ids"]
+        alone = tokeniser._encoder.tokenizer(text or "-")["input_ids"]
         assert found.document(number).token_ids.tolist() == alone
     assert json.loads(source.read_text().splitlines()[2])["text"] == texts[2]

@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
+from kvformat.extract.cuda_clock import ring_size
 from kvformat.extract.host_copy import BlockingCopy, InPlace, StreamCopy, host_copy_for
 from kvformat.extract.meter import PipelineMeter
 from kvformat.extract.pipeline import run_groups
@@ -113,6 +114,16 @@ def test_what_is_in_host_memory_already_is_passed_on() -> None:
 
 
 # --------------------------------------------------------------------------------------------- devices without streams
+
+
+@pytest.mark.parametrize(
+    ("inflight", "ring"),
+    [(2 << 30, 2 << 30), (3 << 30, 4 << 30), (13 << 28, 4 << 30), (1700 << 20, 2 << 30), (4096, 4096), (1, 1)],
+)
+def test_the_ring_wastes_no_page_locked_memory(inflight: int, ring: int) -> None:
+    assert ring_size(inflight) == ring
+    assert ring.bit_count() == 1  # torch would round anything else up
+    assert ring >= 0.78 * inflight
 
 
 def test_results_on_the_cpu_stay_where_they_are() -> None:

@@ -348,15 +348,15 @@ def test_families_with_other_steps_are_refused(model_type: str, settings: dict, 
 def test_a_context_that_rotates_otherwise_than_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     extractor = HuggingFaceExtractor.of(model_of("qwen3"), key_stage="raw")
     (group,) = extractor.context.model.rope
-    extractor._stages.check_groups([group])
+    extractor._stored.stages.check_groups([group])
     for other in (structs.replace(group, interleaved=True), structs.replace(group, rotary_dim=8)):
         with pytest.raises(InputError, match="the context gives") as refused:
-            extractor._stages.check_groups([other])
+            extractor._stored.stages.check_groups([other])
         assert (refused.value.code, refused.value.layer) == ("E302", 0)
     with pytest.raises(InputError, match="the context gives None"):
-        extractor._stages.check_groups([])
+        extractor._stored.stages.check_groups([])
     context = structs.replace(extractor.context, model=structs.replace(extractor.context.model, rope=()))
-    monkeypatch.setattr("kvformat.extract.hf.extractor.derive_context", lambda *_args, **_options: context)
+    monkeypatch.setattr("kvformat.extract.hf.decoder_context.derive_context", lambda *_args, **_options: context)
     with pytest.raises(InputError, match="the context gives None"):
         HuggingFaceExtractor.of(model_of("qwen3"), key_stage="raw")
     HuggingFaceExtractor.of(model_of("qwen3"))

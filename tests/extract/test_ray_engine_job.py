@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvformat
-from kvformat.errors import IdentityError, KVFormatWarning
+from kvformat.errors import IdentityError, KVFormatError, KVFormatWarning
 from kvformat.extract import PipelineTimes, ray_job, run
 from kvformat.extract.options import RayOptions
 from kvformat.extract.progress import Silent
@@ -152,3 +152,14 @@ def test_seconds_and_counts_add_up() -> None:
     )
     assert added(first, second) == added(second, first) == total
     assert added(PipelineTimes(), second) == second
+
+
+def test_one_of_several_processes_is_refused(job: Job, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them would have the cluster make all shards."""
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    for options in ({}, {"rank": 0, "world_size": 3}):
+        with pytest.raises(KVFormatError, match="needs one alone") as told:
+            job.run(**options)
+        assert told.value.code == "E081"
+    assert cluster.begun == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvformat.errors import KVFormatError
+from kvformat.extract.options import ModelOptions
 from kvformat.extract.schemes import SCHEMES, quantised_components, quantised_schema, scheme_named
 from kvformat.spec.rules import check_schema
 from kvformat.spec.schema import Axis, Extra, Last, Schema
@@ -29,6 +30,11 @@ def test_int8_has_a_scale_for_each_channel_of_keys_and_each_token_of_values():
     assert {c.layers for c in found.components} == {(0, 4, 7)}
     assert [c.stage for c in found.components] == ["attention", None, None, None]
     assert (found.extras, found.dims, found.shared) == (UNIFORM.extras, UNIFORM.dims, UNIFORM.shared)
+
+
+@pytest.mark.parametrize("name", ["INT8", "Int8", "int8"])
+def test_upper_and_lower_case_are_one(name):
+    assert scheme_named(name).name == ModelOptions(model="m", quantise=name).quantise == "int8"
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp8", "F8_E4M3"), ("fp8-e5m2", "F8_E5M2")])

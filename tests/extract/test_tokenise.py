@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 from kvformat.errors import InputError, KVFormatError, UsageError
 from kvformat.extract.documents.source import Source
-from kvformat.extract.tokenise import CANARY, Tokeniser, tokenizer_digest
+from kvformat.extract.text_identity import CANARY, tokenizer_digest
+from kvformat.extract.tokenise import Tokeniser
 from tests.models import CHAT_TEMPLATE, tiny_tokenizer
 
 BOS = 256

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from kvformat.extract.hf import HuggingFaceExtractor, describe
 from kvformat.extract.hf.images import ImageProcessor
 from kvformat.extract.hf.vision import VisionExtractor
 from kvformat.extract.hf.vision_tokenise import VisionTokeniser
-from kvformat.extract.media import with_media
+from kvformat.extract.media import load_image, with_media
 from kvformat.extract.towers import check_tower, tower_tensors
 from kvformat.loader import Packed, gather
 from kvformat.spec import canonical
@@ -82,6 +85,63 @@ def extractor_of(model, images, **options):
 
 def same(first, second):
     return all(torch.equal(first.components[name], second.components[name]) for name in ("k", "v"))
+
+
+def after(documents):
+    digests = [document.digest for document in documents]
+    return lambda document: documents[digests.index(document.digest) + 1 :]
+
+
+class TestAhead:
+    """Images of the documents that follow are loaded while the model runs."""
+
+    @pytest.fixture
+    def loaded(self, monkeypatch):
+        """By file name, the event that its image was loaded, and in which threads images were."""
+        threads = set()
+        events = {f"{name}.png": threading.Event() for name in SIZES}
+
+        def load(source, **options):
+            try:
+                return load_image(source, **options)
+            finally:
+                threads.add(threading.current_thread())
+                events[Path(source).name].set()
+
+        monkeypatch.setattr("kvformat.extract.hf.planned_images.load_image", load)
+        return SimpleNamespace(threads=threads, events=events)
+
+    def test_the_next_image_is_there_before_it_is_asked_for_and_values_are_the_same(self, images, loaded):
+        model = vision_model()
+        documents = [images.document(names) for names in ("a", "bc", "d", "ab")]
+        expected = [extractor_of(model, images).extract([document])[0] for document in documents]
+        for event in loaded.events.values():
+            event.clear()
+        loaded.threads.clear()
+        extractor = extractor_of(model, images, following=after(documents))
+        (first,) = extractor.extract(documents[:1])
+        assert all(event.wait(60) for event in loaded.events.values())
+        assert threading.current_thread() not in loaded.threads
+        found = [first, *(extractor.extract([document])[0] for document in documents[1:])]
+        assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+    def test_documents_without_images_prepare_those_that_have_some(self, images, loaded):
+        pictured = images.document("d")
+        extractor = extractor_of(vision_model(), images, following=lambda _: [pictured])
+        extractor.extract([Document.of([1, 2, 3])])
+        assert loaded.events["d.png"].wait(60)
+
+    def test_an_image_that_is_missing_is_an_error_of_its_own_document(self, images, loaded):
+        documents = [images.document(names) for names in "abc"]
+        (images.directory / "b.png").unlink()
+        extractor = extractor_of(vision_model(), images, following=after(documents))
+        extractor.extract(documents[:1])
+        assert loaded.events["b.png"].wait(60)
+        with pytest.raises(InputError) as caught:
+            extractor.extract(documents[1:2])
+        assert (caught.value.code, caught.value.path) == ("E309", str(images.directory / "b.png"))
+        assert caught.value.record is None  # for the pipeline to say
+        extractor.extract(documents[2:])
 
 
 class TestValues:

@@ -26,8 +26,9 @@ from kvformat.interfaces import Extracted
 from kvformat.loader.world import World
 from kvformat.spec.context import Context, Text
 from kvformat.spec.schema import Schema
+from kvformat.write.opening import open_workshop
 from kvformat.write.worker_state import STALE_S, Worker, WorkerState
-from kvformat.write.workshop import Workshop, open_workshop
+from kvformat.write.workshop import Workshop
 from tests.models import write_documents
 
 RECORDS = 12

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvformat.extract import run
-from kvformat.write import workshop
+from kvformat.write import opening
 from tests.reliability.writing import Telling
 
 __all__ = ["main"]
@@ -44,7 +44,7 @@ class Progress:
 def extract(options: dict[str, Any], *, out: str, pipe: str) -> None:
     """One extraction, in a process of its own."""
     fd = os.open(pipe, os.O_WRONLY)
-    workshop.LocalFiles = lambda: Telling(fd)  # type: ignore[attr-defined,misc,assignment]
+    opening.LocalFiles = lambda: Telling(fd)  # type: ignore[attr-defined,misc,assignment]
     run(**options, out=out, progress=Progress(fd))
 
 

@@ -28,7 +28,7 @@ from kvformat.interfaces import Extracted
 from kvformat.spec.context import Context, Text
 from kvformat.spec.schema import Schema
 from kvformat.storage.local_write import LocalFiles
-from kvformat.write import workshop
+from kvformat.write import opening
 from tests.models import write_documents
 from tests.reliability.racing import race, run_race
 
@@ -99,7 +99,7 @@ class Records(Silent):
 def extract(plan: str, out: str, rank: int, world_size: int, last: int | None = None) -> dict[str, Any]:
     """Be a worker; what became of it, and how many steps that took."""
     steps = Steps(last)
-    workshop.LocalFiles = lambda: Disk(steps)  # type: ignore[attr-defined,misc,assignment]
+    opening.LocalFiles = lambda: Disk(steps)  # type: ignore[attr-defined,misc,assignment]
     planned = open_plan(plan)
     try:
         dataset = extract_plan(Arithmetic(), planned, out, rank=rank, world_size=world_size, progress=Records(steps))

@@ -55,7 +55,21 @@ def refused(monkeypatch, name, error, call):
     return caught.value, system.calls
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_file_that_may_not_grow_is_no_full_disk(tmp_path, monkeypatch):
+    with (tmp_path / "a").open("wb") as file:
+        found, _ = refused(
+            monkeypatch,
+            "pwritev",
+            errno.EFBIG,
+            lambda files: files.write(file.fileno(), [b"12345"], 0, tmp_path / "a"),
+        )
+    assert (found.code, found.path) == ("E200", str(tmp_path / "a"))
+    assert "a limit on the size of one file, not the free space" in found.message
+    assert "`ulimit -f`" in found.message
+    assert "are free" not in found.message
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_says_what_is_needed_and_what_is_free(tmp_path, monkeypatch, error):
     with (tmp_path / "a").open("wb") as file:
         found, _ = refused(

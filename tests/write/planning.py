@@ -16,10 +16,11 @@ from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import Skipped
 from kvformat.storage.remote import Remote
 from kvformat.storage.remote_options import RemoteOptions
+from kvformat.write.opening import open_workshop
 from kvformat.write.planned_shard import PlannedShard
 from kvformat.write.record import RecordEncoder
 from kvformat.write.run import RunIdentity
-from kvformat.write.workshop import Workshop, open_workshop
+from kvformat.write.workshop import Workshop
 
 __all__ = ["COVERED", "SCHEMA", "SmallPlan", "fill", "make", "opened", "remote", "run_of", "simple", "work"]
 

@@ -48,6 +48,16 @@ def test_keys_and_differences(changes, same_key):
     assert differences(run, run_of(PLAN)) == []
 
 
+def test_what_provenance_tells_too_is_not_told_of_the_tag_again():
+    run = run_of(PLAN, provenance={"threads": "1"}, tag='{"threads":1}')
+    assert differences(run, run_of(PLAN, provenance={"threads": "2"}, tag='{"threads":2}')) == [
+        "provenance.threads ('1' here, '2' there)"
+    ]
+    assert differences(run, run_of(PLAN, provenance={"threads": "1"}, tag='{"threads":2}')) == [
+        "tag.threads (1 here, 2 there)"
+    ]
+
+
 def test_another_plan_is_another_key():
     assert run_of(SmallPlan(first_id=1)).key != run_of(PLAN).key
     assert len(run_of(PLAN).key) == 16

@@ -14,11 +14,12 @@ from kvformat.storage.remote import Remote
 from kvformat.testing.memory_store import MemoryStore
 from kvformat.write import sealing
 from kvformat.write.attach import attach_workshop
+from kvformat.write.opening import find_runs
 from kvformat.write.receipt_file import encode_receipt
 from kvformat.write.sealing import seal
 from kvformat.write.shared_receipts import SharedReceipts
 from kvformat.write.staging import Receipt
-from kvformat.write.workshop import Workshop, find_runs
+from kvformat.write.workshop import Workshop
 from tests.write.planning import COVERED, SmallPlan, fill, make, opened, remote, run_of, simple, work
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -120,3 +122,47 @@ def test_a_record_of_another_size_is_refused(tmp_path):
     assert caught.value.code == "E101"
     assert (out.num_records, out.nbytes) == (0, 0)
     out.close()
+
+
+DROPPED_LAST = """
+import os, sys
+from pathlib import Path
+from kvformat.spec.layout import Layout
+from kvformat.storage.local_write import LocalFiles
+from kvformat.write.shard import ShardWriter
+from tests.write.make import UNIFORM
+
+class Place:
+    def shard(self, ordinal):
+        return Path(sys.argv[1]) / f"{ordinal}.shard"
+
+# At exit the names of modules that are still referred to become None, those of modules imported first at last. So `os`
+# drops the shard when `kvformat.write.shard` has none any more.
+shard = ShardWriter(LocalFiles(), Place(), Layout(UNIFORM), ordinal=0, version="1.0", header_size=4096)
+os.kept = (shard, sys.modules[ShardWriter.__module__])
+if sys.argv[2] == "closed":
+    os.close(shard._fd)
+del shard
+print("made")
+"""
+
+
+@pytest.mark.parametrize("descriptor", ["open", "closed"])
+def test_a_shard_that_is_dropped_when_the_interpreter_exits_is_silent(tmp_path, descriptor):
+    done = subprocess.run(
+        [sys.executable, "-c", DROPPED_LAST, str(tmp_path), descriptor],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "made\n", "")
+
+
+def test_a_shard_that_is_dropped_closes_its_file(tmp_path):
+    out, _ = write(LocalFiles(), tmp_path, 3)
+    fd = out._fd
+    assert Path(f"/proc/self/fd/{fd}").resolve() == out.path
+    path = out.path
+    del out
+    assert path not in {link.resolve() for link in Path("/proc/self/fd").iterdir()}

@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -17,76 +18,14 @@ from kvformat.errors import KVFormatError, KVFormatWarning
 from kvformat.storage.lease import DirectoryLease
 from kvformat.testing.memory_store import MemoryStore
 from kvformat.write import joining
+from kvformat.write.opening import find_runs
 from kvformat.write.receipt_file import decode_receipt, encode_receipt
 from kvformat.write.run import differences
 from kvformat.write.sealing import seal
 from kvformat.write.spool import spools
 from kvformat.write.staging import Receipt, SkippedDocument
-from kvformat.write.workshop import find_runs
-from tests.write.make import tree
+from tests.write.place import Place
 from tests.write.planning import COVERED, SmallPlan, fill, make, opened, remote, run_of, simple, work
-
-
-class Place:
-    """Where the tests of one kind of target look."""
-
-    def __init__(self, kind: str, directory: Path) -> None:
-        self.kind = kind
-        self.store = MemoryStore()
-        self.directory = directory / "ds"
-        self.spool = directory / "spool"
-        self.target = self.directory if kind == "local" else remote(self.store)
-
-    def close(self):
-        if self.kind == "remote":
-            self.target.close()
-
-    def opened(self, plan, **options):
-        if self.kind == "remote":
-            options.setdefault("spool", self.spool)
-        return opened(self.target, plan, **options)
-
-    def names(self):
-        """Names of everything, relative to the dataset."""
-        if self.kind == "remote":
-            return sorted(self.store.objects)
-        return sorted(name for name in tree(self.directory) if (self.directory / name).is_file())
-
-    def shards(self):
-        """Names of shards that are kept, by ordinal."""
-        return [name for name in self.names() if name.endswith((".shard", ".safetensors")) and "index/" not in name]
-
-    def read(self, name):
-        return self.store.objects[name] if self.kind == "remote" else (self.directory / name).read_bytes()
-
-    def write(self, name, data):
-        if self.kind == "remote":
-            self.store.objects[name] = data
-        else:
-            (self.directory / name).write_bytes(data)
-
-    def delete(self, name):
-        if self.kind == "remote":
-            del self.store.objects[name]
-        else:
-            (self.directory / name).unlink()
-
-    def receipt(self, plan, ordinal):
-        key = run_of(plan).key
-        return f".staging/{key}{'' if self.kind == 'remote' else '-workers'}/{ordinal:08d}.json"
-
-    def whole(self, tmp_path):
-        """The published dataset, verified."""
-        location = self.directory
-        if self.kind == "remote":
-            location = tmp_path / "downloaded"
-            for name, data in self.store.objects.items():
-                path = location / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
-        report = kvformat.verify(location)
-        assert (report.ok, report.level, report.findings) == (True, 4, ())
-        return kvformat.open(location, expected_id=report.id)
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -599,7 +538,7 @@ def test_a_plan_is_the_one_of_the_run(place, plan):
 
 
 def opened_with(place, plan, other):
-    from kvformat.write.workshop import open_workshop
+    from kvformat.write.opening import open_workshop
 
     return open_workshop(place.target, run_of(plan), other, covered=COVERED, spool=place.spool)
 
@@ -672,8 +611,9 @@ def test_another_plan_that_is_being_made_is_refused(place, plan, phase):
         with pytest.raises(kvformat.ConflictError) as caught:
             place.opened(plan, phase=phase)
         assert caught.value.code == "E117"
-        for said in (other.digest[:16], plan.digest[:16], f"worker 1 of 2 ({workshop.state.host}, pid {os.getpid()})",
-                     "wait for it to end, stop it, or choose another location"):  # fmt: skip
+        who = f"worker 1 of 2 ({workshop.state.host}, pid {os.getpid()})"
+        remedy = "wait for it to end, or stop it, and run this again; or choose another location"
+        for said in (other.digest[:16], plan.digest[:16], f"{who} is at work: {remedy}"):
             assert said in caught.value.message, caught.value.message
         assert place.names() == before
         assert len(spools(place.spool)) == (0 if place.kind == "local" else 1)
@@ -683,10 +623,36 @@ def test_another_plan_that_is_being_made_is_refused(place, plan, phase):
         pass
 
 
+def test_a_worker_that_may_have_been_killed_elsewhere_blocks_for_a_while_that_is_told(place, plan, monkeypatch):
+    """Nobody can ask it: neither who runs another plan, nor who wants to clean."""
+    other = SmallPlan(first_id=5)
+    with place.opened(other) as workshop:
+        make(workshop, other, [0])
+        state = replace(workshop.state, host="elsewhere", pid=7)
+        spoken = f".staging/{workshop.run.key}{'' if place.kind == 'remote' else '-workers'}/{state.name}"
+    place.write(spoken, state.encode())
+    for ahead, seconds in ((40.0, 261), (299.0, 2)):
+        clock = lambda ahead=ahead: state.updated + ahead  # noqa: E731
+        monkeypatch.setattr("kvformat.write.local_workers.time", SimpleNamespace(time=clock))
+        monkeypatch.setattr("kvformat.write.remote_workers.time", SimpleNamespace(time=clock))
+        with pytest.raises(kvformat.ConflictError) as caught:
+            place.opened(plan, clock=clock)
+        assert (
+            f"its worker 0 of 1 (elsewhere, pid 7) was heard of {ahead:.0f} s ago, and whether it still runs cannot "
+            "be told from here: where it does, wait for it to end, or stop it; where it was killed, it counts as gone "
+            f"300 s after its last word: run this again in {seconds} s; or choose another location"
+        ) in caught.value.message
+    later = lambda: state.updated + 301.0  # noqa: E731
+    monkeypatch.setattr("kvformat.write.local_workers.time", SimpleNamespace(time=later))
+    monkeypatch.setattr("kvformat.write.remote_workers.time", SimpleNamespace(time=later))
+    with place.opened(plan, clock=later):
+        pass
+
+
 @pytest.mark.parametrize("earlier", ["this", "other"])
 def test_of_two_plans_that_begin_at_once_the_first_one_stays(place, plan, monkeypatch, earlier):
     """Neither saw the other when it looked first."""
-    from kvformat.write import workshop as module
+    from kvformat.write import opening as module
 
     other, real, inner = SmallPlan(first_id=5), module.find_runs, []
     started = {"this": 1000.0, "other": 1001.0} if earlier == "this" else {"this": 1001.0, "other": 1000.0}
@@ -709,7 +675,7 @@ def test_of_two_plans_that_begin_at_once_the_first_one_stays(place, plan, monkey
 
 def test_plans_that_begin_at_once_are_not_both_refused(place, plan, monkeypatch):
     """Both look, then both speak, then both look again, and neither leaves before the other has decided."""
-    from kvformat.write import workshop as module
+    from kvformat.write import opening as module
 
     both, real, results = threading.Barrier(2), module.refuse_other_plans, []
     shared = module.LocalShared if place.kind == "local" else module.RemoteShared
@@ -761,7 +727,7 @@ def test_a_published_dataset_is_no_workshop(place, plan):
 
 def test_a_dataset_published_while_a_worker_begins(place, plan, monkeypatch):
     """The last ones left after it had looked, and took the staging with them."""
-    from kvformat.write import workshop as module
+    from kvformat.write import opening as module
 
     real, times = module._require_free, []
 
@@ -878,7 +844,7 @@ def test_clean_keeps_workers_out(plan, tmp_path, monkeypatch):
     place = Place("local", tmp_path)
     with place.opened(plan) as workshop:
         path = workshop.place
-    monkeypatch.setattr(joining, "_BUSY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(joining, "BUSY_TIMEOUT_S", 0.0)
     lease = DirectoryLease.take(path)
     assert code_of(place.opened, plan) == "E117"
     lease.release()

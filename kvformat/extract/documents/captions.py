@@ -38,7 +38,16 @@ _EXPLICIT = (
 
 
 class Choice(NamedTuple):
-    """A text that may be drawn, and its weight: finite, not negative, of any scale."""
+    """A text that may be drawn.
+
+    Attributes
+    ----------
+    text
+        The caption, or what is appended to one.
+    weight
+        How likely it is against the others of its list: finite, not negative, of any scale. One of weight 0 is never
+        drawn.
+    """
 
     text: str
     weight: float = 1.0
@@ -64,7 +73,17 @@ class Captioned(NamedTuple):
 
 
 class Null(NamedTuple):
-    """The document that stands for a dropped caption: exactly one of ``text`` and ``token_ids``."""
+    """The document that stands for a dropped caption: exactly one of ``text`` and ``token_ids``.
+
+    Attributes
+    ----------
+    name
+        Of its record, 1 to 512 bytes of UTF-8; no sample's documents may have it.
+    text
+        What is tokenised, in the form ``member`` gives it. Of an empty one, the tokenizer has to make a token: BOS.
+    token_ids
+        Its token ids, at least one, taken as they are.
+    """
 
     name: str = "null"
     text: str | None = None
@@ -90,6 +109,8 @@ def caption_documents(
 
     Parameters
     ----------
+    samples
+        Read once, as far as documents are asked for. Ids of samples must differ.
     dropout
         Probability of dropping the caption, 0 to 1. Above 0, the null document comes first; at 1 there is no other.
     null
@@ -101,7 +122,8 @@ def caption_documents(
     Returns
     -------
     Iterator
-        Objects with ``id`` and one of ``text``, ``messages``, ``token_ids``.
+        Objects with ``id`` and one of ``text``, ``messages``, ``token_ids``: the null document, then those of each
+        sample, every caption with every suffix, as :func:`caption_name` names them.
 
     Raises
     ------

@@ -231,10 +231,22 @@ class Documents:
 def open_documents(path: str | os.PathLike[str]) -> Documents:
     """Open a documents file: check everything but the inputs, each of which is proved when it is read.
 
+    Parameters
+    ----------
+    path
+        Local path of the file (``*.kvdocs``). It stays mapped, or open, as long as what is returned is used.
+
+    Returns
+    -------
+    Documents
+        Its documents by number, with names and digests.
+
     Raises
     ------
     DamageError
         E307 where it is damaged, cut short, or none of ours; E002, E003 where there is no such file.
+    StorageError
+        E203, E204, E207 where it cannot be read or mapped.
     """
     path = Path(path)
     try:

@@ -13,10 +13,10 @@ from kvformat.extract.documents.json_lines import JsonLines
 from kvformat.extract.documents.parquet import ParquetRows
 from kvformat.extract.documents.reading import Reader
 from kvformat.extract.documents.saved import SavedRows, is_saved
+from kvformat.extract.places import SUFFIX, is_plan
 
 __all__ = ["SUFFIX", "DocumentsSource", "is_documents_file", "open_source"]
 
-SUFFIX = ".kvdocs"
 DocumentsSource = str | os.PathLike[str] | Callable[[], Iterable[Mapping[str, Any]]]
 """A path, ``module:function``, ``file.py:function``, or a function that yields objects."""
 
@@ -41,7 +41,7 @@ def open_source(source: DocumentsSource, *, columns: Mapping[str, str] | None = 
     Raises
     ------
     UsageError
-        E081 for anything else, and for columns of a source that has none.
+        E081 for anything else, such as a plan, and for columns of a source that has none.
     InputError
         E300 where a column or a function is missing.
     StorageError
@@ -50,6 +50,8 @@ def open_source(source: DocumentsSource, *, columns: Mapping[str, str] | None = 
         E205 where the library it needs is not installed.
     """
     path = _path(source)
+    if path is not None:
+        _refuse_others(path)
     if path is not None and path.is_dir() and is_saved(path):
         return SavedRows(path, columns=columns)
     if path is not None and (path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))):
@@ -66,6 +68,19 @@ def open_source(source: DocumentsSource, *, columns: Mapping[str, str] | None = 
         f"documents must be a path, module:function or a function, found {source!r:.80}; write objects as JSON Lines, "
         "or yield them from a function",
     )
+
+
+def _refuse_others(path: Path) -> None:
+    """E081 for what would be read as JSON Lines, and is known to be something else."""
+    if is_plan(path):
+        message = (
+            "that is a plan: give it to `kvformat extract` as --plan, in place of documents; its documents alone are "
+            "its documents.kvdocs"
+        )
+        raise make_error("E081", message, path=path)
+    if path.suffix == ".py":
+        message = f"a Python file is given with the function that yields the documents: {path.name}:FUNCTION"
+        raise make_error("E081", message, path=path)
 
 
 def _path(source: object) -> Path | None:

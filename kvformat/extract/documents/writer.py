@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import tempfile
 from array import array
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from kvformat.errors import make_error
 from kvformat.extract.columns import HEADER_NBYTES, Written, write_columns
 from kvformat.extract.documents.file import Documents, open_documents, temporary_documents
 from kvformat.extract.documents.form import COLUMNS, TABLE, About
+from kvformat.extract.documents.part_file import create_part, remove_leftovers
 from kvformat.spec import canonical, limits
 from kvformat.spec.context import Text
 from kvformat.spec.document import MASKS, MEDIA_ENTRY_NBYTES, Document
@@ -40,7 +40,8 @@ class DocumentsWriter:
     ----------
     path
         Where the file goes, on a file system with hard links: it appears there whole, and nothing is overwritten.
-        Without it, the file is a temporary one that is gone when nobody refers to it.
+        What killed writers of the same path left beside it is removed, except on network and FUSE mounts. Without a
+        path, the file is a temporary one that is gone when nobody refers to it.
     folder
         Where a temporary file takes its space; the system's directory for them if not given.
 
@@ -181,17 +182,20 @@ class DocumentsWriter:
         """Give up what is not finished. More than once is harmless."""
         if self._fd < 0:
             return
-        os.close(self._fd)
-        self._fd = -1
-        if self._target is not None:
-            self._files.unlink(self._path)
+        fd, self._fd = self._fd, -1
+        try:
+            if self._target is not None:
+                self._files.unlink(self._path)
+        finally:
+            os.close(fd)
 
     def _create(self, folder: str | os.PathLike[str] | None) -> tuple[Path, int]:
         """A file of a name of its own; a temporary one loses it at once."""
         place = Path(folder or tempfile.gettempdir()) / "documents" if self._target is None else self._target
         Folders(self._files).make(place.parent)
-        path = place.with_name(f".{place.name}.{secrets.token_hex(8)}.part")
-        fd = self._files.create(path)
+        if self._target is not None:
+            remove_leftovers(self._files, place)
+        path, fd = create_part(self._files, place)
         if self._target is None:
             self._files.unlink(path)
         return path, fd

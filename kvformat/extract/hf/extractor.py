@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import numpy as np
 import torch
-from msgspec import structs
 
 from kvformat.errors import make_error
 from kvformat.extract.capture import CaptureCache, cache_argument, run_decoder
 from kvformat.extract.checkpoint.source import CheckpointSource
-from kvformat.extract.hf.adapters import Adapted, applied_adapter, attach_adapter, load_peft
-from kvformat.extract.hf.hub import commit_of
-from kvformat.extract.hf.loading import (
-    compute_dtype_of,
-    decoder_stack,
-    load_decoder,
-    load_from_checkpoint,
-    provenance_of,
-    refuse_adapters,
-    watchable_attention,
-)
+from kvformat.extract.hf.adapted_loading import load_adapted
+from kvformat.extract.hf.adapters import Adapted, applied_adapter
+from kvformat.extract.hf.decoder_context import decoder_context, values_digest
+from kvformat.extract.hf.decoder_inputs import check_documents, decoder_inputs
+from kvformat.extract.hf.loading import compute_dtype_of, provenance_of, refuse_adapters
 from kvformat.extract.hf.options import (
     AdapterMode,
     check_adapter_mode,
     check_device,
     check_dtype,
     check_key_stage,
-    latent_widths,
     max_positions,
-    wanted_layers,
 )
-from kvformat.extract.identity import check_history, derive_context, inv_freq_file
-from kvformat.extract.key_stages import find_stages
+from kvformat.extract.hf.record_buffers import RecordBuffers
+from kvformat.extract.hf.stored_layers import stored_layers
+from kvformat.extract.identity import check_history
 from kvformat.extract.options import ContextKind, context_kind
-from kvformat.extract.probe import probe, reachable_state
-from kvformat.extract.shapes import cached_schema, slots
-from kvformat.extract.weights import reaching_tensors, state_digest, weights_digest, weights_file
 from kvformat.interfaces import Extracted
-from kvformat.spec import canonical
-from kvformat.spec.context import Context, Text, real
+from kvformat.spec.context import Context, Text
 from kvformat.spec.schema import Stage
-from kvformat.tensors import torch_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,55 +71,30 @@ class HuggingFaceExtractor:
             raise make_error("E081", "the model is in training mode; call eval() first, dropout would change its keys")
         if adapted is None or adapted.applied is None:
             refuse_adapters(decoder)
-        config: Any = decoder.config
-        check_history(config, decoder)
+        check_history(decoder.config, decoder)
         compute_dtype = compute_dtype_of(decoder)
-        storage = check_dtype(dtype or compute_dtype, "storage")
-        num_layers = int(config.num_hidden_layers)
-        stack_name, stack = decoder_stack(decoder, num_layers)
-        wanted = wanted_layers(layers, num_layers)
-        key_stage = check_key_stage(key_stage)
-        self._stages = find_stages(stack, wanted, key_stage)
-        with watchable_attention(decoder):
-            probed = probe(decoder, wanted, latent=latent_widths(config), stages=self._stages)
-        base = reaching_tensors(reachable_state(decoder), stack=stack_name, last=wanted[-1], reached=probed.reached)
-        low_rank: dict[str, torch.Tensor] = {}
-        if adapted is not None:
-            base, low_rank = adapted.split(base)
+        stored = stored_layers(
+            decoder, layers=layers, dtype=dtype or compute_dtype, key_stage=check_key_stage(key_stage)
+        )
+        state = stored.state(decoder)
         self._adapted = adapted
         self._decoder = decoder
         self._argument = cache_argument(decoder)
-        self._last = wanted[-1]
-        self._forms = probed.forms
-        self._slots = slots(probed.forms)
-        self._storage = torch_dtype(storage)
-        self._schema = cached_schema(probed.forms, dtype=storage, key_stage=key_stage)
+        self._stored = stored
+        self._last = stored.last
+        self._schema = stored.schema
         self._files: dict[str, bytes] = {}
         self._context = Context.unknown()
         if context_kind(context) == "derive":
-            self._files["weights"] = weights_file(base, compute_dtype=compute_dtype)
-            derived = derive_context(
-                config,
-                decoder,
-                stack,
-                probed.forms,
-                compute_dtype=compute_dtype,
-                weights=weights_digest(self._files["weights"]),
+            self._context, self._files = decoder_context(
+                decoder, stored, state=state, compute_dtype=compute_dtype, adapted=adapted
             )
-            assert derived.model is not None, "a derived context is of a known model"
-            if self._stages is not None:
-                self._stages.check_groups(derived.model.rope)
-            if adapted is not None:
-                named = adapted.named(low_rank, compute_dtype=compute_dtype)
-                derived = Context.of(structs.replace(derived.model, adapters=named))
-            self._context = derived
-            frequencies = inv_freq_file(self._context, config, decoder)
-            if frequencies is not None:
-                self._files["inv_freq"] = frequencies
+        elif adapted is not None:
+            adapted.split(state)  # refuses one that reaches nothing
         self._text = text or Text()
         self._provenance = dict(provenance)
         self._vocab_size = int(decoder.get_input_embeddings().weight.shape[0])
-        self._max_tokens = max_positions(config)
+        self._max_tokens = max_positions(decoder.config)
 
     @classmethod
     def load(
@@ -202,47 +162,28 @@ class HuggingFaceExtractor:
         if dtype is not None:
             check_dtype(dtype, "storage")
         check_key_stage(key_stage)
-        if adapter is None and adapter_mode is not None:
-            raise make_error("E081", f"adapter_mode {adapter_mode!r:.80} is given without an adapter")
-        mode = None if adapter is None else check_adapter_mode(adapter_mode)
-        if mode is not None:
-            load_peft()  # before the model, which takes its time
         context = context_kind(context)
         where = check_device(device)
-        commit = commit_of(model, revision)
-        how: dict[str, Any] = {
-            "revision": commit or revision,
-            "compute_dtype": compute_dtype,
-            "attn_implementation": attn_implementation,
-        }
-        recorded: dict[str, str] = {}
-        if checkpoint is None:
-            decoder = load_decoder(model, **how)
-        else:
-            restored = load_from_checkpoint(model, checkpoint, layers=layers, **how)
-            decoder = restored.module
-            recorded |= restored.provenance
-        adapted: Adapted | None = None
-        if adapter is not None and mode is not None:
-            num_layers = int(decoder.config.num_hidden_layers)
-            decoder, adapted, found = attach_adapter(
-                decoder,
-                adapter,
-                mode=mode,
-                stack=decoder_stack(decoder, num_layers)[0],
-                last=wanted_layers(layers, num_layers)[-1],
-                compute_dtype=compute_dtype_of(decoder),
-            )
-            recorded |= found
+        loaded = load_adapted(
+            model,
+            device=where,
+            revision=revision,
+            compute_dtype=compute_dtype,
+            attn_implementation=attn_implementation,
+            checkpoint=checkpoint,
+            adapter=adapter,
+            adapter_mode=adapter_mode,
+            layers=layers,
+        )
         extractor = cls(
-            decoder,
+            loaded.decoder,
             layers=layers,
             dtype=dtype,
             text=text,
             context=context,
-            provenance=provenance_of(decoder, model, where, commit=commit) | recorded,
+            provenance=loaded.provenance,
             key_stage=key_stage,
-            adapted=adapted,
+            adapted=loaded.adapted,
         )
         extractor._move(where)
         return extractor
@@ -348,47 +289,21 @@ class HuggingFaceExtractor:
         """
         num_tokens = self._check(documents)
         device = next(self._decoder.parameters()).device
-        buffers = {
-            component.name: torch.empty(
-                (len(documents), len(component.layers), num_tokens, *(int(a.size) for a in component.axes[1:])),  # type: ignore[arg-type]
-                dtype=self._storage,
-                device=device,
-            )
-            for component in self._schema.components
-        }
-        seen: set[int] = set()
+        stored = self._stored
+        buffers = RecordBuffers(stored, num_documents=len(documents), num_tokens=num_tokens, device=device)
 
         def sink(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-            slot = self._slots.get(layer)
-            if slot is None:
+            if layer not in stored.slots:
                 return
-            if self._stages is not None:
-                key, value = self._stages.take(layer, key, value)
-            for name, tensor in ((slot.key, key), (slot.value, value)):
-                target = buffers[name][:, slot.row]
-                rows = tensor.transpose(1, 2)
-                if self._forms[layer].latent:
-                    rows = rows.squeeze(2)
-                if rows.shape != target.shape:
-                    raise make_error(
-                        "E303",
-                        f"the cache holds {list(rows.shape)} for {name!r}, expected {list(target.shape)}",
-                        layer=layer,
-                    )
-                target.copy_(rows)  # casts to the storage dtype
-            seen.add(layer)
+            if stored.stages is not None:
+                key, value = stored.stages.take(layer, key, value)
+            buffers.put(layer, key, value)
 
-        cache = CaptureCache(sink, stop=lambda layer: layer == self._last)
-        watching = nullcontext() if self._stages is None else self._stages.watching()
+        cache = CaptureCache(sink, stop=lambda layer: layer == stored.last)
+        watching = nullcontext() if stored.stages is None else stored.stages.watching()
         with torch.inference_mode(), torch.autocast(device.type, enabled=False), watching:
             run_decoder(self._decoder, cache, argument=self._argument, **self._inputs(documents, device))
-        missing = self._slots.keys() - seen
-        if missing:
-            raise make_error("E303", f"layers {sorted(missing)} wrote no K/V into the cache", layer=min(missing))
-        return [
-            Extracted(components={name: buffer[index] for name, buffer in buffers.items()}, extras={})
-            for index in range(len(documents))
-        ]
+        return buffers.records()
 
     def values_digest(self) -> str:
         """SHA-256 (hex) over what determines the values, for a model no context is known of.
@@ -397,55 +312,18 @@ class HuggingFaceExtractor:
         says nothing about what these mean, so it serves to continue an interrupted run and is not stored. Each call
         reads all weights: about a second a gigabyte.
         """
-        state = {
-            name: tensor
-            for name, tensor in self._decoder.state_dict(keep_vars=True).items()
-            if isinstance(tensor, torch.Tensor)
-        }
-        determining: dict[str, object] = {
-            "configuration": self._decoder.config.to_json_string(use_diff=False),
-            "provenance": self._provenance,
-            "state": state_digest(state),
-        }
-        if self._adapted is not None and self._adapted.applied is not None:
-            name, scale = self._adapted.applied
-            determining["adapter"] = {"name": name, "scale": real(scale)}
-        return hashlib.sha256(canonical.encode(determining)).hexdigest()
+        return values_digest(self._decoder, provenance=self._provenance, adapted=self._adapted)
 
     def _move(self, device: torch.device) -> None:
         """Drop the layers above the last wanted one, then move the rest: they never reach the device."""
-        _, stack = decoder_stack(self._decoder, int(self._decoder.config.num_hidden_layers))
-        del stack[self._last + 1 :]
+        del self._stored.stack[self._last + 1 :]
         self._decoder.requires_grad_(requires_grad=False)
         self._decoder.to(device)
 
     def _inputs(self, documents: Sequence[Document], device: torch.device) -> dict[str, torch.Tensor]:
         """Forward arguments of documents that :meth:`_check` let through, on ``device``."""
-        ids = torch.from_numpy(np.stack([d.token_ids for d in documents])).to(device=device, dtype=torch.int64)
-        if all(d.position_ids is None for d in documents):
-            return {"input_ids": ids}
-        return {"input_ids": ids, "position_ids": _positions(documents, device)}
+        return decoder_inputs(documents, device)
 
     def _check(self, documents: Sequence[Document]) -> int:
         """The number of tokens these documents share; E081, E110, E301 for documents this extractor does not take."""
-        lengths = {document.num_tokens for document in documents}
-        if len(lengths) != 1:
-            raise make_error("E081", f"documents of one call must have one length, found {sorted(lengths) or 'none'}")
-        (num_tokens,) = lengths
-        if self._max_tokens is not None and num_tokens > self._max_tokens:
-            raise make_error("E301", f"{num_tokens} tokens, but the model has {self._max_tokens} positions")
-        for document in documents:
-            if document.mask != "causal" or document.media:
-                raise make_error("E110", "this extractor takes causal documents without media only")
-            if document.position_ids is not None and len(document.position_ids) != 1:
-                raise make_error("E110", "this extractor takes positions of one row only")
-            if int(document.token_ids.max()) >= self._vocab_size:
-                raise make_error(
-                    "E110", f"token id {int(document.token_ids.max())} is beyond the vocabulary of {self._vocab_size}"
-                )
-        return num_tokens
-
-
-def _positions(documents: Sequence[Document], device: torch.device) -> torch.Tensor:
-    rows = [np.arange(d.num_tokens) if d.position_ids is None else d.position_ids[0] for d in documents]
-    return torch.from_numpy(np.stack(rows)).to(device=device, dtype=torch.int64)
+        return check_documents(documents, max_tokens=self._max_tokens, vocab_size=self._vocab_size)

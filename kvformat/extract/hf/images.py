@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ImageProcessor", "Patches"]
 
+_CHANNELS = 3
 _KIND = "Qwen2VLImageProcessorPil"
 _FLAGS = ("do_normalize", "do_rescale", "do_resize")
 _INTEGERS = ("merge_size", "patch_size", "temporal_patch_size")
@@ -144,6 +145,12 @@ class ImageProcessor:
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Tokens that stand for an image of this grid."""
         return grid[0] * grid[1] * grid[2] // self._sizes["merge_size"] ** 2
+
+    def patches_nbytes(self, num_tokens: int) -> int:
+        """Bytes of the patches of an image of so many tokens."""
+        sizes = self._sizes
+        samples = _CHANNELS * sizes["temporal_patch_size"] * sizes["patch_size"] ** 2
+        return num_tokens * sizes["merge_size"] ** 2 * samples * torch.float32.itemsize
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:

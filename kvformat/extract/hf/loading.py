@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig
 
 from kvformat import __version__
 from kvformat.errors import make_error
 from kvformat.extract.checkpoint.source import CheckpointSource, parse_checkpoint
-from kvformat.extract.hf.library import first_line, no_progress_bars
+from kvformat.extract.hf.library import first_line
 from kvformat.extract.hf.options import DTYPES, check_dtype, configured_dtype
+from kvformat.extract.hf.pretrained import load_pretrained
 from kvformat.extract.hf.restoring import Restored, restore
 from kvformat.extract.hf.stack import decoder_stack
 from kvformat.spec.context import ComputeDtype
@@ -113,46 +114,10 @@ def load_decoder(
             layers=layers,
         ).module
     config = load_config(model, revision=revision)
-    compute = check_dtype(compute_dtype or configured_dtype(config), "compute")
-    options: dict[str, Any] = {}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    try:
-        with no_progress_bars():
-            loaded, info = AutoModel.from_pretrained(
-                str(model),
-                config=config,
-                revision=revision or "main",
-                dtype=torch_dtype(compute),
-                trust_remote_code=False,
-                output_loading_info=True,
-                **options,
-            )
-    except Exception as error:  # transformers raises whatever the missing or odd file led to
-        raise make_error("E304", f"the model does not load: {first_line(error)}", path=model) from error
-    if getattr(loaded, "_hf_peft_config_loaded", False):
-        raise make_error(
-            "E302", "an adapter was loaded with the model; merge it and save the merged model", path=model
-        )
-    decoder = loaded.get_decoder()
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise make_error(
-            "E304",
-            f"the checkpoint lacks {len(missing)} tensors, the first {missing[0]!r}: they would be random",
-            path=model,
-        )
-    stack, blocks = decoder_stack(decoder, int(decoder.config.num_hidden_layers))
-    own = [f".{stack}.{number}." for number in range(len(blocks))]
-    odd = sorted(name for name in info["unexpected_keys"] if any(part in f".{name}" for part in own))
-    if odd:
-        raise make_error(
-            "E304",
-            f"the checkpoint holds {len(odd)} tensors of decoder layers that {type(decoder).__name__} does not have, "
-            f"the first {odd[0]!r}: it is another model than its configuration says",
-            path=model,
-        )
-    return decoder.eval()
+    loaded = load_pretrained(
+        model, config, revision=revision, compute_dtype=compute_dtype, attn_implementation=attn_implementation
+    )
+    return loaded.get_decoder()
 
 
 def load_from_checkpoint(

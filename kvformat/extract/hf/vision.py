@@ -3,47 +3,49 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 
-from kvformat.errors import KVFormatError, make_error
+from kvformat.errors import make_error
 from kvformat.extract.checkpoint.source import CheckpointSource
+from kvformat.extract.hf.decoder_inputs import token_ids_of
 from kvformat.extract.hf.extractor import HuggingFaceExtractor
 from kvformat.extract.hf.hub import commit_of
-from kvformat.extract.hf.images import ImageProcessor, Patches
+from kvformat.extract.hf.images import ImageProcessor
+from kvformat.extract.hf.images_ahead import ImagesAhead
 from kvformat.extract.hf.loading import compute_dtype_of, provenance_of, refuse_adapters
 from kvformat.extract.hf.options import check_device
+from kvformat.extract.hf.planned_images import MediaSource, PlannedImages
+from kvformat.extract.hf.vision_context import context_with_tower
+from kvformat.extract.hf.vision_inputs import check_media, embedded_inputs, position_rows
 from kvformat.extract.hf.vision_loading import load_vision_model
-from kvformat.extract.hf.vision_tokenise import media_spans
-from kvformat.extract.media import MAX_PIXELS, load_image, media_digest, pixels_digest, to_rgb, with_media
-from kvformat.extract.probe import reachable_state
-from kvformat.extract.towers import check_tower, takes_images, tower_tensors
-from kvformat.extract.weights import state_digest, weights_digest, weights_file
+from kvformat.extract.media import MAX_PIXELS, with_media
+from kvformat.extract.towers import takes_images
+from kvformat.extract.weights import state_digest
 from kvformat.interfaces import Extracted
 from kvformat.spec import canonical
-from kvformat.tensors import torch_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvformat.spec.context import Context
-    from kvformat.spec.document import Document, Media
+    from kvformat.spec.document import Document
 
-__all__ = ["MediaSource", "VisionExtractor"]
+__all__ = ["Foresight", "VisionExtractor"]
 
-MediaSource = Callable[[bytes], str | None]
-"""From the digest of a media entry to the path or URL of its image."""
+Foresight = Callable[["Document"], Iterable["Document"]]
+"""From a document to those that are likely to be asked for after it, in order."""
 
 
 class VisionExtractor(HuggingFaceExtractor):
     """Extracts K and V of a vision-language model; an :class:`kvformat.interfaces.Extractor`.
 
-    A document's images are read again from where they were when it was planned, and refused where they are others.
+    A document's images are read again from where they were when it was planned, and refused where they are others;
+    those of documents that are foreseen are read and decoded by helper threads, while the model runs.
     The vision tower runs over them, and the decoder over text and images together, with the positions of the document.
     A document with images is always run alone, whatever else is asked for with it: the bits of the tower's products
     depend on how many patches there are. Documents without images go the way of
@@ -62,6 +64,8 @@ class VisionExtractor(HuggingFaceExtractor):
         Says where images are.
     max_pixels
         A larger image is refused before it is decoded.
+    following
+        Foresees documents: their images are loaded beside the model. Without it, the model waits for each image.
     **options
         As for :class:`~kvformat.extract.hf.HuggingFaceExtractor`.
     """
@@ -73,6 +77,7 @@ class VisionExtractor(HuggingFaceExtractor):
         images: ImageProcessor,
         media_source: MediaSource,
         max_pixels: int = MAX_PIXELS,
+        following: Foresight | None = None,
         **options: Any,
     ) -> None:
         whole = _whole(model)
@@ -81,13 +86,19 @@ class VisionExtractor(HuggingFaceExtractor):
         super().__init__(whole.get_decoder(), **options)
         self._whole = whole
         self._images = images
-        self._media_source = media_source
-        self._max_pixels = max_pixels
+        self._ahead = ImagesAhead(PlannedImages(images, media_source, max_pixels=max_pixels))
+        self._following = following
         self._image_id = int(whole.config.image_token_id)
         self._schema = with_media(self._schema)
         self._files["image_processor"] = images.file
         if self._context.model is not None:
-            self._context = self._with_tower(self._context)
+            self._context, self._files["weights"] = context_with_tower(
+                self._context,
+                self._files["weights"],
+                whole.visual,
+                last=self._last,
+                compute_dtype=compute_dtype_of(self._decoder),
+            )
 
     @classmethod
     def load(  # type: ignore[override]
@@ -102,6 +113,7 @@ class VisionExtractor(HuggingFaceExtractor):
         checkpoint: CheckpointSource | str | None = None,
         adapter: str | Path | None = None,
         max_pixels: int = MAX_PIXELS,
+        following: Foresight | None = None,
         **options: Any,
     ) -> Self:
         """Load a model with its image processor and make an extractor of it.
@@ -112,7 +124,7 @@ class VisionExtractor(HuggingFaceExtractor):
             As for :meth:`kvformat.extract.hf.HuggingFaceExtractor.load`.
         adapter
             Refused: it may change the vision tower too.
-        media_source, max_pixels, **options
+        media_source, max_pixels, following, **options
             As for the class.
 
         Raises
@@ -148,6 +160,7 @@ class VisionExtractor(HuggingFaceExtractor):
             images=images,
             media_source=media_source,
             max_pixels=max_pixels,
+            following=following,
             provenance=_provenance(whole, model, where, commit) | restored,
             **{"layers": None, "dtype": None, "text": None, "context": "derive"} | options,
         )
@@ -162,6 +175,7 @@ class VisionExtractor(HuggingFaceExtractor):
         images: ImageProcessor,
         media_source: MediaSource,
         max_pixels: int = MAX_PIXELS,
+        following: Foresight | None = None,
         **options: Any,
     ) -> Self:
         """Make an extractor of a model that is loaded already; the model is used where it is and never changed.
@@ -177,6 +191,7 @@ class VisionExtractor(HuggingFaceExtractor):
             images=images,
             media_source=media_source,
             max_pixels=max_pixels,
+            following=following,
             provenance=_provenance(model, getattr(model.config, "_name_or_path", ""), device, None),
             **{"layers": None, "dtype": None, "text": None, "context": "derive"} | options,
         )
@@ -206,10 +221,13 @@ class VisionExtractor(HuggingFaceExtractor):
         found: dict[int, Extracted] = {}
         together = [number for number, document in enumerate(documents) if not document.media]
         if together:
+            if self._following is not None:
+                self._expect(documents)
             extracted = super().extract([documents[number] for number in together])
             found.update(zip(together, extracted, strict=True))
         for number, document in enumerate(documents):
             if document.media:
+                self._expect(documents[number:])
                 (found[number],) = super().extract([document])
         return [found[number] for number in range(len(documents))]
 
@@ -227,114 +245,30 @@ class VisionExtractor(HuggingFaceExtractor):
     def _check(self, documents: Sequence[Document]) -> int:
         num_tokens = super()._check([replace(document, media=(), position_ids=None) for document in documents])
         for document in documents:
-            spans = [(entry.first, entry.count) for entry in document.media]
-            if spans and (
-                any(entry.scheme != "pixels" for entry in document.media)
-                or spans != list(media_spans(document.token_ids, self._image_id))
-            ):
-                raise make_error(
-                    "E110", "media must be images by their pixels, each the span of one run of image tokens"
-                )
+            check_media(document, image_id=self._image_id)
         return num_tokens
+
+    def _expect(self, documents: Sequence[Document]) -> None:
+        """Begin to load the images of the first of some documents, and of what follows it."""
+        following = () if self._following is None else self._following(documents[-1])
+        then = chain.from_iterable(document.media for document in chain(documents[1:], following))
+        self._ahead.expect(documents[0].media, then)
 
     def _inputs(self, documents: Sequence[Document], device: torch.device) -> dict[str, Any]:
         media = [entry for document in documents for entry in document.media]
         if not media and all(d.position_ids is None or len(d.position_ids) == 1 for d in documents):
             return super()._inputs(documents, device)
-        ids = torch.from_numpy(np.stack([d.token_ids for d in documents])).to(device=device, dtype=torch.int64)
-        inputs: dict[str, Any] = {"position_ids": _positions(documents).to(device)}
+        ids = token_ids_of(documents, device)
+        inputs: dict[str, Any] = {"position_ids": position_rows(documents).to(device)}
         if not media:
             return inputs | {"input_ids": ids}
-        return inputs | self._embedded(ids, [self._patches(entry) for entry in media])
-
-    def _embedded(self, ids: torch.Tensor, patches: Sequence[Patches]) -> dict[str, Any]:
-        """The decoder's input with images in place, and what the tower adds behind its first layers.
-
-        As the forward of the whole model does it, which would also work out positions and keep them.
-        """
-        features = self._whole.get_image_features(
-            torch.cat([one.values for one in patches]).to(ids.device),
-            torch.tensor([one.grid for one in patches], device=ids.device),
-            return_dict=True,
-        )
-        embedded = self._whole.get_input_embeddings()(ids)
-        seen = torch.cat(features.pooler_output).to(embedded.device, embedded.dtype)
-        inside = ids == self._image_id
-        return {
-            "inputs_embeds": embedded.masked_scatter(inside[..., None].expand_as(embedded), seen),
-            "visual_pos_masks": inside,
-            "deepstack_visual_embeds": [torch.cat(feature) for feature in features.deepstack_features],
-        }
-
-    def _patches(self, entry: Media) -> Patches:
-        """Patches of the image of a media entry; E309 where it is not there, or another one."""
-        source = self._media_source(entry.digest)
-        if source is None:
-            raise make_error(
-                "E309",
-                f"nothing says where the image {entry.digest.hex()[:16]} is: plan the documents again, from the "
-                "messages that name their images",
-            )
-        try:
-            image = load_image(source, max_pixels=self._max_pixels)
-            if media_digest(pixels_digest(image), self._images.digest) != entry.digest:
-                raise make_error(
-                    "E309",
-                    "not the image that was planned, or planned for other settings of the image processor: restore "
-                    "the image, or plan again",
-                    path=source,
-                )
-            found = self._images.patches(to_rgb(image))
-        except KVFormatError as error:
-            if error.code != "E309" or error.path is not None:
-                raise
-            raise make_error("E309", error.message, path=source) from error
-        if self._images.num_tokens(found.grid) != entry.count:
-            raise make_error(
-                "E309",
-                f"an image of {self._images.num_tokens(found.grid)} tokens, the document has {entry.count} for it",
-                path=source,
-            )
-        return found
-
-    def _with_tower(self, context: Context) -> Context:
-        """The context, with the vision tower in its weights."""
-        visual = self._whole.visual
-        dtype = compute_dtype_of(self._decoder)
-        check_tower(visual.config, visual)
-        odd = {str(tensor.dtype) for tensor in visual.parameters()} - {str(torch_dtype(dtype))}
-        if odd:
-            raise make_error(
-                "E302",
-                f"the vision tower computes in {', '.join(sorted(odd))}, the decoder in {dtype}: load both in one",
-            )
-        tower = weights_file(tower_tensors(reachable_state(visual), last=self._last), compute_dtype=dtype)
-        lines = [*_lines(self._files["weights"]), *_lines(tower)]
-        lines.sort(key=lambda line: str(line["name"]).encode())
-        self._files["weights"] = canonical.encode({"tensors": lines})
-        assert context.model is not None, "only a known context has weights"
-        return replace(context, model=replace(context.model, weights=weights_digest(self._files["weights"])))
+        patches = [self._ahead.take(entry) for entry in media]
+        return inputs | embedded_inputs(self._whole, ids, patches, image_id=self._image_id)
 
     def _move(self, device: torch.device) -> None:
         super()._move(device)
         self._whole.visual.requires_grad_(requires_grad=False)
         self._whole.visual.to(device)
-
-
-def _positions(documents: Sequence[Document]) -> torch.Tensor:
-    """Rows of time, height and width, int64 ``[3, documents, tokens]``."""
-    rows = [
-        np.arange(document.num_tokens)[None] if document.position_ids is None else document.position_ids
-        for document in documents
-    ]
-    shape = (3, documents[0].num_tokens)
-    return torch.from_numpy(np.stack([np.broadcast_to(row, shape) for row in rows], axis=1).astype(np.int64))
-
-
-def _lines(file: bytes) -> Sequence[Mapping[str, Any]]:
-    decoded: Any = canonical.decode(file)
-    tensors: Sequence[Mapping[str, Any]] = decoded["tensors"]
-    return tensors
 
 
 def _whole(model: Any) -> Any:

@@ -160,8 +160,8 @@ class VisionTokeniser(Tokeniser):
         return tuple(resolve_source(reference, base=self._base) for reference in source.images)
 
     def _with_images(self, source: Source, seen: Sequence[_Seen], path: object) -> Document:
-        rendered = self._render(source, path)
-        (ids,) = self._encode([self._expanded(source, rendered, seen, path)], special_tokens=False)
+        rendered = self._encoder.render(source, path)
+        (ids,) = self._encoder.encode([self._expanded(source, rendered, seen, path)], special_tokens=False)
         spans = list(media_spans(np.asarray(ids), self._image_id))
         if [count for _, count in spans] != [one.num_tokens for one in seen]:
             raise make_error(
@@ -224,7 +224,7 @@ class VisionTokeniser(Tokeniser):
         return pieces[0] + "".join(image * one.num_tokens + piece for one, piece in zip(seen, pieces[1:], strict=True))
 
     def _token(self, number: int) -> str:
-        return str(self._require(None, None).convert_ids_to_tokens(number))
+        return str(self._encoder.required().convert_ids_to_tokens(number))
 
     def _positions(self, ids: Sequence[int], grids: Sequence[tuple[int, int, int]]) -> NDArray[np.int64]:
         """Rows of time, height and width, ``[3, tokens]``, by the model's own rule."""

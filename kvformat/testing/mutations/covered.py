@@ -144,6 +144,23 @@ def _contents() -> Iterator[tuple[str, str, Callable[[bytes], bytes], bool]]:
     yield "frequency-layers-descend", "inv_freq", _decoded(put([1, 0], *first)), False
     yield "frequency-groups-descend", "inv_freq", _decoded(_groups_descend), False
     yield "weights-too-large", "weights", lambda data: data.ljust(limits.MAX_CONTENT_NBYTES + 1), False
+    bound = ("components", 0, "relative_rms")
+    yield "not-json", "bounds", lambda _: b"bounds", False
+    yield "not-canonical", "bounds", lambda data: data + b"\n", True
+    yield "an-array", "bounds", lambda _: b"[]", False
+    yield "unknown-member", "bounds", _decoded(put([0], "components", 0, "layers")), True
+    yield "no-components", "bounds", _decoded(drop("components")), False
+    yield "without-value", "bounds", _decoded(drop(*bound)), False
+    yield "of-no-component", "bounds", _decoded(put("w", "components", 1, "name")), True
+    yield "of-a-scale", "bounds", _decoded(put("k_scale", "components", 1, "name")), True
+    yield "out-of-order", "bounds", _decoded(lambda value: value["components"].reverse()), True
+    yield "component-twice", "bounds", _decoded(put("k", "components", 1, "name")), True
+    for name, digits in (("nan", _NAN), ("infinity", _INFINITY), ("minus-zero", _MINUS_ZERO)):
+        yield f"value-{name}", "bounds", _decoded(put(digits, *bound)), name == "nan"
+    yield "value-negative", "bounds", _decoded(put("bff0000000000000", *bound)), True
+    yield "value-a-number", "bounds", _decoded(put(1, *bound)), False
+    yield "quantisation-no-label", "bounds", _decoded(put("Int 8", "components", 0, "quantisation")), True
+    yield "too-large", "bounds", lambda data: data.ljust(limits.MAX_CONTENT_NBYTES + 1), False
 
 
 MUTATIONS = (
@@ -164,7 +181,7 @@ MUTATIONS = (
         Mutation(
             code="E044",
             name=f"{label}-{name}".replace("_", "-"),
-            base="model-context",
+            base="error-bounds" if label == "bounds" else "model-context",
             found="verify",
             apply=_content(label, change),
             vector=vector,

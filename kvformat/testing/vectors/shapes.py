@@ -1,7 +1,9 @@
-"""Heterogeneous models: windows, latent attention, shared layers, states, scales."""
+"""Heterogeneous models: windows, latent attention, shared layers, states, scales, error bounds."""
 
 from __future__ import annotations
 
+from kvformat.spec import canonical
+from kvformat.spec.context import real
 from kvformat.spec.schema import Last, Schema, Shared
 from kvformat.testing.vectors.case import HEADS, TOKEN_IDS, TOKENS, Case, kv, schema_of, usual_entries
 from kvformat.testing.vectors.values import component
@@ -50,6 +52,26 @@ def _hidden_case() -> Case:
     return Case(name="hidden-and-state", schema=schema, entries=usual_entries(2, 4))
 
 
+def _bounds_case() -> Case:
+    """Components in 8 bits, whose error bounds are recorded."""
+    width = ("head_dim", 4)
+    schema = schema_of(
+        component("k", "key", (0, 1), TOKENS, HEADS, width, dtype="I8", stage="attention", scale="k_scale"),
+        component("v", "value", (0, 1), TOKENS, HEADS, width),
+        component("k_scale", "key_scale", (0, 1), ("tokens", 1), HEADS, width, dtype="F32"),
+    )
+    bounds = [
+        {"name": "k", "quantisation": "int8", "relative_rms": real(0.125)},
+        {"name": "v", "relative_rms": real(0.0)},
+    ]
+    return Case(
+        name="error-bounds",
+        schema=schema,
+        entries=usual_entries(3, 5),
+        options={"files": {"bounds": canonical.encode({"components": bounds})}},
+    )
+
+
 def _int8_case() -> Case:
     width, one = ("head_dim", 4), ("head_dim", 1)
     schema = schema_of(
@@ -81,4 +103,5 @@ CASES = (
     _hidden_case(),
     _int8_case(),
     _fp8_case(),
+    _bounds_case(),
 )
