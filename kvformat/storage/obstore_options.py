@@ -122,7 +122,7 @@ def _s3(bucket: str, given: dict[str, Any], client: dict[str, Any], environment:
     if given.pop("requester_pays", False):
         config["request_payer"] = True
     anonymous = bool(given.pop("anon", False))
-    virtual = _virtual_hosts(dict(given.pop("config_kwargs", {})))
+    virtual, signed = _botocore_config(dict(given.pop("config_kwargs", {})))
     _none_left({**inner, **given})
 
     endpoint = config.get("endpoint") or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
@@ -134,6 +134,7 @@ def _s3(bucket: str, given: dict[str, Any], client: dict[str, Any], environment:
     # Said even where they are the defaults: obstore has environment variables for them, of which fsspec knows nothing.
     config["conditional_put"] = "etag"
     config["skip_signature"] = anonymous
+    config["unsigned_payload"] = not signed
     config.setdefault("region", environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION"))
     if not config["region"]:
         if not endpoint:
@@ -181,11 +182,13 @@ def _is_elsewhere(endpoint: str | None, environment: _Environment) -> bool:
         return False
 
 
-def _virtual_hosts(config: dict[str, Any]) -> bool:
+def _botocore_config(config: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether the bucket is named in the host, and whether payloads are part of signatures."""
     inner = dict(config.get("s3") or {})
     style = inner.pop("addressing_style", "auto")
+    signed = inner.pop("payload_signing_enabled", None)
     _none_left({**inner, **{key: value for key, value in config.items() if key not in _IGNORED_CONFIG}})
-    return bool(style == "virtual")
+    return style == "virtual", signed is not False
 
 
 def _gcs(given: dict[str, Any]) -> dict[str, Any]:

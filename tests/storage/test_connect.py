@@ -138,6 +138,7 @@ def test_s3_options_are_translated() -> None:
         "request_payer": True,
         "conditional_put": "etag",
         "skip_signature": False,
+        "unsigned_payload": False,
         "virtual_hosted_style_request": False,
     }
     assert target.client_options == {"timeout": "1500ms", "connect_timeout": "1500ms", "allow_http": True}
@@ -149,6 +150,12 @@ def test_virtual_hosts_stand_in_the_endpoint() -> None:
     assert target.config["endpoint"] == "https://bucket.s3.example"
     assert target.config["virtual_hosted_style_request"] is True
     assert target.client_options["allow_http"] is False
+
+
+@pytest.mark.parametrize(("signed", "unsigned"), [(False, True), (True, False), (None, False)])
+def test_payloads_may_stay_out_of_signatures(signed: bool | None, unsigned: bool) -> None:
+    options = {**KEYS, "config_kwargs": {"s3": {"payload_signing_enabled": signed}}}
+    assert target_of("s3://bucket", options, timeout_s=30, environment={}).config["unsigned_payload"] is unsigned
 
 
 def test_anonymous_and_environment() -> None:
