@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvformat.cli import model_options, options, output, plan_option, ray_options, source_options, spool_option
+from kvformat.cli import (
+    model_options,
+    options,
+    output,
+    own_share,
+    plan_option,
+    ray_options,
+    source_options,
+    spool_option,
+)
 from kvformat.cli.busy import Machine, hint
 from kvformat.cli.group import INTERRUPTED
 from kvformat.cli.headers import header_nbytes, header_warning
@@ -225,7 +234,8 @@ def extract(
     except KeyboardInterrupt:
         output.report_other("interrupted", _left(out, storage_options), as_json=as_json)
         raise typer.Exit(INTERRUPTED) from None
-    if world.rank > 0:  # the first one says it for all
+    if world.rank > 0:  # of the dataset, the first one tells for all
+        own_share.tell(watch, world, dataset, as_json=as_json)
         return
     warning = header_warning(
         shards=dataset.manifest.totals.shards, headers=header_nbytes(dataset), nbytes=dataset.nbytes
@@ -239,9 +249,12 @@ def extract(
 
         advice = hint(before, threads=threads or threads_used(), spent=watch.spent)
     if as_json:
-        output.emit_json({**_document(dataset, watch, saved), "hint": advice})
+        document = _document(dataset, watch, saved) | own_share.counts(watch, world)
+        output.emit_json({**document, "hint": advice})
     else:
         output.emit(*_lines(dataset, watch, saved), *([] if advice is None else [f"    {advice}"]))
+        if world.size > 1:
+            output.emit(own_share.line(watch, world))
 
 
 def _tell_spool(out: str, spool: str | None) -> None:

@@ -153,7 +153,7 @@ def lines(work: SharedWork, nbytes: int) -> list[str]:
         found.append(f"    space is short by {output.size_text(work.needed_nbytes - work.free_nbytes)}")
     if work.rate_nbytes_s and work.needed_nbytes:
         assert work.left_s is not None
-        found.append(f"    rate: {output.size_text(round(work.rate_nbytes_s))}/s, {_duration(work.left_s)} left")
+        found.append(f"    rate: {output.rate_text(work.rate_nbytes_s)}, {_duration(work.left_s)} left")
     if work.missing and not work.running:
         more = ", ..." if work.missing > len(work.first_missing) else ""
         found.append(f"    missing: {', '.join(map(str, work.first_missing))}{more}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvformat.extract.meter import PipelineTimes
 from kvformat.extract.options import WorkOptions
 from kvformat.extract.plan import Plan
-from kvformat.extract.progress import Phase, Progress
+from kvformat.extract.progress import Phase, Progress, Share, ShareTold
 from kvformat.storage.remote import Remote
 from kvformat.write.holding import Hold, hold_staged
 
@@ -46,3 +46,8 @@ class LettingGo:
     def times(self, times: PipelineTimes) -> None:
         """See :class:`Progress`."""
         self._report.times(times)
+
+    def share(self, share: Share) -> None:
+        """See :class:`ShareTold`."""
+        if isinstance(self._report, ShareTold):
+            self._report.share(share)

@@ -11,6 +11,7 @@ from kvformat.errors import DatasetExistsError
 from kvformat.extract.finished import check_comparable, check_context, check_plan, check_schema
 from kvformat.extract.held import hold_of
 from kvformat.extract.options import WorkOptions
+from kvformat.extract.places import check_place
 from kvformat.extract.plan import Plan
 from kvformat.extract.progress import Progress, Silent
 from kvformat.extract.tally import Tally
@@ -58,11 +59,15 @@ def extract_plan(
 
     Raises
     ------
+    UsageError
+        E081 for options that make no sense, and an ``out`` in the directory of a plan.
     KVFormatError
         Whatever extractor and storage raise. Finished shards stay staged, and the same call resumes. On a finished
         dataset it returns that where plan and context are equal, E118 otherwise, as for :func:`kvformat.extract.run`.
     """
     target = remote_of(out)
+    if isinstance(target, Path):
+        check_place(target, what="a dataset")
     work = WorkOptions(
         world=world_of(rank, world_size),
         accept_batches=accept_batches,

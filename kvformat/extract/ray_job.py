@@ -22,6 +22,7 @@ from kvformat.extract.progress import Progress, Silent
 from kvformat.extract.ray_engine import Work, run_with_ray
 from kvformat.extract.reasoner import load_extractor, use_threads
 from kvformat.extract.recheck import Recheck
+from kvformat.extract.tally import Tally
 from kvformat.extract.worker import Worker, open_worker
 from kvformat.loader.world import World
 from kvformat.read.opening import open_dataset
@@ -105,7 +106,9 @@ def extract_with_ray(
     with attach_workshop(target, plan, spool=place.spool) as workshop:
         seal(workshop, plan, allow_skips=work.allow_skips)
         workshop.remove()
-    return open_dataset(target)
+    found = open_dataset(target)
+    counts.end(found)
+    return found
 
 
 @contextmanager
@@ -126,25 +129,27 @@ class _Counts:
     def __init__(self, plan: Plan, report: Progress) -> None:
         self._plan = plan
         self._report = report
-        self._before: Collection[int] = ()
+        self._tally = Tally(plan, report)
         self._times = PipelineTimes()
 
     def begin(self, before: Collection[int]) -> None:
         """Count shards that are there."""
-        self._before = before
-        for ordinal in sorted(before):
-            self._advance(ordinal, computed=False)
+        self._tally.keep(before)
 
     def done(self, ordinal: int, times: PipelineTimes) -> None:
         """Count a shard by what a worker says it took: nothing where it was there."""
         self._times = added(self._times, times)
         self._report.times(self._times)
-        if times.records or ordinal not in self._before:
-            self._advance(ordinal, computed=times.records > 0)
+        if times.records:
+            tokens, nbytes = self._plan.shard_size(ordinal)
+            self._tally.add(ordinal, records=times.records, tokens=tokens, nbytes=nbytes)
+            self._tally.settle([ordinal], lost=())
+        else:
+            self._tally.keep([ordinal])
 
-    def _advance(self, ordinal: int, *, computed: bool) -> None:
-        tokens, nbytes = self._plan.shard_size(ordinal)
-        self._report.advance(tokens=tokens, nbytes=nbytes, computed=computed)
+    def end(self, published: Dataset) -> None:
+        """Tell how it stands."""
+        self._tally.measure(lambda ordinal: published.index.shard(ordinal).size - self._plan.header_size)
 
 
 def added(first: PipelineTimes, second: PipelineTimes) -> PipelineTimes:

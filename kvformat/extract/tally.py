@@ -36,15 +36,15 @@ class Tally:
                 self._kept.add(ordinal)
                 self._report.advance(tokens=tokens, nbytes=nbytes, computed=False)
 
-    def add(self, ordinal: int, *, tokens: int, nbytes: int) -> None:
-        """Count a record that this worker computed."""
+    def add(self, ordinal: int, *, tokens: int, nbytes: int, records: int = 1) -> None:
+        """Count records that this worker computed."""
         with self._lock:
             if ordinal in self._kept | self._made:  # it turned out damaged, and is made again
                 self._kept.discard(ordinal)
                 self._forget(ordinal)
                 self._tell()
             counts = self._computed.setdefault(ordinal, [0, 0, 0])
-            for place, number in enumerate((1, tokens, nbytes)):
+            for place, number in enumerate((records, tokens, nbytes)):
                 counts[place] += number
             self._report.advance(tokens=tokens, nbytes=nbytes, computed=True)
 

@@ -117,7 +117,8 @@ def hold_staged(
 ) -> Hold:
     """Hold what is staged of a plan, whatever run it is of: only a loaded model tells which one is continued.
 
-    Others see a worker that loads its model. What a run stages meanwhile in a directory is held soon after.
+    Others see a worker that loads its model. What a run stages meanwhile in a directory is held soon after. In a store
+    that may not be listed nothing is found, and nothing held.
 
     Parameters
     ----------

@@ -135,7 +135,7 @@ class _Gathered:
 def _missing(ordinals: Sequence[int], workshop: Workshop, planned: Planned) -> KVFormatError:
     records = sum(len(planned.shard(ordinal)) for ordinal in ordinals)
     at_work = sum(
-        is_alive(worker) and worker.state.phase != "seal" and worker.state.token != workshop.state.token
+        is_alive(worker) and worker.state.phase not in ("load", "seal") and worker.state.token != workshop.state.token
         for worker in workshop.workers()
     )
     remedy = "run the workers of this plan again, they make what is missing, then seal"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvformat.errors import KVFormatError
-from kvformat.extract import estimate, plan_file, run
+from kvformat.extract import estimate, extract_plan, open_plan, plan_file, run
 from kvformat.extract.documents.opening import open_source
 from kvformat.extract.finished import check_target
 from kvformat.extract.join import check_documents
@@ -61,6 +61,13 @@ def test_a_dataset_is_refused_there_before_anything_is_read(function: Any, plan:
     for out in (plan, tmp_path / "new.kvdocs"):
         with pytest.raises(KVFormatError, match="choose another location") as told:
             function(model="no model", documents="no file", out=out)
+        assert told.value.code == "E081"
+
+
+def test_an_extractor_of_ones_own_is_refused_there_too(plan: Path) -> None:
+    for out in (plan, plan / "ds"):
+        with pytest.raises(KVFormatError, match="choose another location") as told:
+            extract_plan(None, open_plan(plan), out)  # type: ignore[arg-type]  # it is not reached
         assert told.value.code == "E081"
 
 

@@ -11,7 +11,7 @@ import kvformat
 from kvformat.errors import IdentityError, KVFormatError, KVFormatWarning
 from kvformat.extract import PipelineTimes, ray_job, run
 from kvformat.extract.options import RayOptions
-from kvformat.extract.progress import Silent
+from kvformat.extract.progress import Share, Silent
 from kvformat.extract.ray_job import added
 from tests.models import save_tiny, write_documents
 
@@ -49,6 +49,10 @@ class Told(Silent):
     def __init__(self) -> None:
         self.computed = self.resumed = 0
         self.last = PipelineTimes()
+        self.counted = Share()
+
+    def share(self, share: Share) -> None:
+        self.counted = share
 
     def advance(self, *, tokens: int, nbytes: int, computed: bool) -> None:
         assert nbytes > 0
@@ -87,6 +91,7 @@ def test_times_of_the_workers_are_told_as_one_sum(job: Job, cluster: Cluster, tm
     assert (told.last.records, told.last.tokens) == (SHARDS, 3 * SHARDS)
     assert told.last.model_s > 0
     assert told.last.limit is not None
+    assert (told.counted.shards, told.counted.records, told.counted.kept_nbytes) == (SHARDS, SHARDS, 0)
     assert dataset.id == job.run(ray=None, out=tmp_path / "alone")[0].id
 
 
@@ -117,6 +122,10 @@ def test_a_damaged_shard_of_an_earlier_run_is_made_anew(job: Job, cluster: Clust
         dataset, told = job.run()
     assert cluster.begun == [4, 1, 2]
     assert (told.computed, told.resumed) == (9, 12)
+    counted = told.counted
+    assert (counted.shards, counted.records, counted.tokens) == (3, 3, 9), "what was damaged counts as made, once"
+    assert counted.elsewhere_nbytes == 0
+    assert 3 * counted.kept_nbytes == 2 * counted.nbytes
     assert dataset.id == expected
     assert kvformat.verify(job.out).ok
 

@@ -75,6 +75,16 @@ def test_beside_live_workers_nobody_is_told_to_run_them(target, options, plan):
         seal(sealer, plan)
 
 
+def test_a_worker_that_loads_its_model_is_at_work_on_nothing_yet(target, options, plan):
+    with opened(target, plan, rank=1, world_size=2, **options) as workshop:
+        make(workshop, plan, [1])
+        workshop.report(replace(workshop.state, phase="load"))
+        with attach_workshop(target, plan, **options) as sealer, pytest.raises(kvformat.ConflictError) as caught:
+            seal(sealer, plan)
+        assert caught.value.code == "E119"
+        assert "run the workers of this plan again" in caught.value.message
+
+
 def test_many_missing_ones_are_not_all_named(tmp_path):
     plan = SmallPlan(60)
     with opened(tmp_path / "ds", plan) as workshop, pytest.raises(kvformat.ConflictError) as caught:
