@@ -95,7 +95,7 @@ def run_groups(
         What makes them ready to be stored.
     max_inflight_nbytes
         Bytes of results between the forward that makes them, it included, and the storage, in host memory and, on its
-        way there, on the device; page-locked memory for the copies takes a quarter more. A larger group passes alone.
+        way there, on the device; page-locked memory for the copies takes about as much. A larger group passes alone.
         For overlap, leave room for two groups; there is no use in more than the whole extraction has.
     on_error
         What becomes of a document that is refused: ``"skip"`` leaves out what an ``InputError`` about this document

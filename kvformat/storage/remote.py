@@ -80,8 +80,10 @@ class Remote:
     def __repr__(self) -> str:
         return f"Remote({self.path('')!r})"
 
-    def __del__(self) -> None:
-        _INHERITED.extend(session for process, session in self._sessions.items() if process != os.getpid())
+    def __del__(self, *, inherited: list[Session] = _INHERITED, process: Callable[[], int] = os.getpid) -> None:
+        # Bound here: when the interpreter exits, the module's names may be None by now.
+        own = process()
+        inherited.extend(session for maker, session in self._sessions.items() if maker != own)
 
     def path(self, name: str) -> str:
         """Full URL of an object, for messages: without user names, and without what follows a question mark."""
