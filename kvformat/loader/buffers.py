@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
-import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvformat.errors import make_error
-from kvformat.storage.arena import PAGE, SPACE_NBYTES, fresh_mapping, open_arena
+from kvformat.storage.arena import PAGE, SPACE_NBYTES, ArenaState, fresh_mapping
 
 if TYPE_CHECKING:
     import torch
@@ -46,15 +44,6 @@ class Lease:
         return torch.frombuffer(self._owner, dtype=dtype, offset=start, count=nbytes // dtype.itemsize).view(shape)
 
 
-class _State:
-    """What a pool has in one process."""
-
-    def __init__(self, keep: int, space: int) -> None:
-        self.process = os.getpid()
-        self.lock = threading.Lock()
-        self.arena = open_arena(keep, space) if keep else None
-
-
 class BufferPool:
     """Memory that batches are packed into. Fresh memory costs several times a copy, so it is used again.
 
@@ -87,7 +76,7 @@ class BufferPool:
         self._keep = 0 if pin_memory else keep_nbytes // PAGE * PAGE
         self._space = space_nbytes
         self._pin = pin_memory
-        self._state = _State(self._keep, self._space)
+        self._state = ArenaState(self._keep, self._space)
         self.fresh_nbytes = 0
 
     @property
@@ -99,7 +88,7 @@ class BufferPool:
             if arena is None:
                 return 0
             arena.take_back(self._keep)
-            return max(0, arena.touched - arena.in_use)
+            return arena.resident - arena.in_use
 
     def trim(self, nbytes: int = 0) -> None:
         """Keep no more than ``keep_nbytes``, or ``nbytes`` if that is more, whatever was needed lately.
@@ -133,16 +122,12 @@ class BufferPool:
         size = -(-max(nbytes, 1) // PAGE) * PAGE
         state = self._usable_state()
         with state.lock:
-            arena = state.arena
-            start = None
+            arena, taken = state.arena, None
             if arena is not None:
                 arena.take_back(self._keep)
-                start = arena.take(size)
-            if arena is None or start is None:
-                self.fresh_nbytes += size
-            else:
-                self.fresh_nbytes += arena.touch(start + size)
-        if arena is None or start is None:
+                taken = arena.take(size)
+            self.fresh_nbytes += size if taken is None else taken.fresh
+        if arena is None or taken is None:
             try:
                 memory = fresh_mapping(size)
             except OSError as error:
@@ -151,15 +136,16 @@ class BufferPool:
                 )
                 raise make_error("E204", message) from error
             return Lease(np.frombuffer(memory, dtype=np.uint8, count=nbytes), memoryview(memory))
-        view = memoryview(arena.memory)[start : start + size]
-        weakref.finalize(view, arena.returned.append, (start, start + size)).atexit = False
+        start, end = taken.start, taken.start + size
+        view = memoryview(arena.memory)[start:end]
+        state.give_back(view, (start, end))
         return Lease(np.frombuffer(arena.memory, dtype=np.uint8, count=nbytes, offset=start), view)
 
-    def _usable_state(self) -> _State:
+    def _usable_state(self) -> ArenaState:
         """The state of this process. A fork may have left the parent's lock taken, and its memory is not ours."""
         state = self._state
         if state.process != os.getpid():
-            state = self._state = _State(self._keep, self._space)
+            state = self._state = ArenaState(self._keep, self._space)
         return state
 
 

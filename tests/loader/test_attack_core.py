@@ -158,7 +158,7 @@ def test_a_pool_in_use_is_trimmed_by_its_next_lease():
     with pool._state.lock:
         in_time(pool.trim)
     lease = pool.lease(1)
-    assert pool._state.arena.touched == MIB
+    assert pool._state.arena.resident == MIB
     del lease
     assert pool.kept_nbytes == MIB
     held = [pool.lease(4 * MIB) for _ in range(4)]

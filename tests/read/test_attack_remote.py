@@ -272,7 +272,7 @@ def test_what_came_back_is_dropped_though_nobody_asks_for_more() -> None:
     many = [regions.take(1 << 20) for _ in range(40)]
     del many
     gc.collect()
-    assert regions._arena.touched <= 4 << 20  # looked at without asking for anything
+    assert regions._state.arena.resident <= 4 << 20  # looked at without asking for anything
 
 
 def test_bytes_are_counted_while_another_thread_puts_the_whole_record_in_place(tmp_path) -> None:

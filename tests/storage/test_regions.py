@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvformat.storage import regions as regions_module
+from kvformat.storage import arena
 from kvformat.storage.regions import Regions
 from kvformat.tensors import from_buffer
 from tests.loader.memory import anonymous_nbytes
@@ -75,10 +75,37 @@ def test_records_of_changing_sizes_need_no_fresh_memory() -> None:
         held.append(regions.take(int(rng.integers(1, 4 << 20))))
         if len(held) > 8:
             held.popleft()
-        ends.append(regions._arena.touched)
-        most = max(most, regions._arena.in_use)
+        ends.append(regions._state.arena.resident)
+        most = max(most, regions._state.arena.in_use)
     assert ends[-1] <= 1.5 * most
     assert ends[-1] - ends[100] <= ends[-1] // 5, "of the last 300, all but a few were served from what there was"
+
+
+def test_what_lies_above_keeps_nothing_below_it() -> None:
+    regions = Regions(8 << 20)
+    many = [regions.take(4 << 20) for _ in range(25)]
+    for number, region in enumerate(many):
+        region[:] = number
+    last = many[-1][:10]
+    before = anonymous_nbytes()
+    del many, region
+    gc.collect()
+    assert before - anonymous_nbytes() >= 84 << 20
+    assert (last == 24).all()
+    assert regions.kept_nbytes <= 8 << 20
+
+
+def test_the_last_view_alone_is_left_of_regions_that_are_gone() -> None:
+    regions = Regions(1 << 30)
+    before = anonymous_nbytes()
+    many = [regions.take(4 << 20) for _ in range(25)]
+    for number, region in enumerate(many):
+        region[:] = number
+    first = many[3][:10]
+    del many, region, regions
+    gc.collect()
+    assert anonymous_nbytes() - before <= 12 << 20
+    assert (first == 3).all()
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, (1 << 20) + 1, (5 << 20) - 3])
@@ -91,7 +118,7 @@ def test_a_region_has_the_size_asked_for_and_takes_whole_pages(nbytes) -> None:
 
 
 def test_without_address_space_each_region_is_a_mapping(monkeypatch) -> None:
-    monkeypatch.setattr(regions_module, "open_arena", lambda _: None)
+    monkeypatch.setattr(arena, "open_arena", lambda *_: None)
     regions = Regions(1 << 20)
     region = regions.take(NBYTES)
     region[:] = 3
@@ -114,7 +141,7 @@ def test_a_forked_child_takes_memory_of_its_own() -> None:
     regions = Regions(1 << 30)
     held = regions.take(NBYTES)
     held[:] = 5
-    with regions._lock:  # as if another thread of the parent had it
+    with regions._state.lock:  # as if another thread of the parent had it
         context = multiprocessing.get_context("fork")
         out = context.Queue()
         child = context.Process(target=_child, args=(regions, held, out))
