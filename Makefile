@@ -4,7 +4,7 @@
 #   make demo      extract, publish, verify and read a model    make vectors   rebuild the test vectors and compare
 #   make bench     tables of ratios against peers               make clean     remove what the targets made
 #
-# Variables: PYTHON, VENV, PIP_ARGS (say, an index with another build of torch), PYTEST_ARGS, WORKERS.
+# Variables: PYTHON, VENV, MODEL, PIP_ARGS (say, an index with another build of torch), PYTEST_ARGS, WORKERS.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -60,7 +60,7 @@ $(MODEL)/config.json: tools/prepare_smollm2.py | $(VENV)/.demo
 # ----------------------------------------------------------------------------------------------------------- targets
 .PHONY: demo test check vectors bench clean distclean
 demo: $(VENV)/.demo $(MODEL)/config.json
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py --model $(MODEL)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -28,6 +28,8 @@ from kvformat.write.workshop import Workshop
 
 __all__ = ["Worker", "open_worker"]
 
+_MOST_NAMED = 4
+
 
 class Worker:
     """Makes shards, and publishes. Made by :func:`open_worker`, used as a context manager."""
@@ -166,5 +168,20 @@ def open_worker(
     )
     if hold is not None:
         hold.release()
+    if work.world.rank == 0:
+        _tell_beside(workshop)
     tally = Tally(plan, report) if tally is None else tally
     return Worker(workshop, plan, extractor, batches=batches, work=work, report=report, tally=tally)
+
+
+def _tell_beside(workshop: Workshop) -> None:
+    """Warn of finished shards that are left as they are: a forgotten option is noticed before hours are spent."""
+    for other in workshop.beside:
+        if other.num_finished:
+            shards = "1 finished shard" if other.num_finished == 1 else f"{other.num_finished:,} finished shards"
+            message = (
+                f"{shards} of another run are staged here, and not continued: {'; '.join(other.differences[:_MOST_NAMED])}. This run "
+                "makes all of it; to go on with that one, interrupt and give its options; `kvformat status` shows what "
+                "is left, `kvformat clean` removes it"
+            )
+            warnings.warn(KVFormatWarning(message, code="W002", path=str(other.place)), stacklevel=2)

@@ -32,24 +32,26 @@ class FoundRun(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Staged work of the same plan that another run cannot continue, and in what the two runs differ."""
+    """Staged work that another run cannot continue, and in what the two runs differ."""
 
     place: Path | str
+    same_plan: bool
     num_finished: int
     num_alive: int
     differences: tuple[str, ...]
 
 
 def work_beside(run: RunIdentity, found: Iterable[FoundRun]) -> tuple[Beside, ...]:
-    """Work of other runs of the same plan that has receipts, or workers that may live.
+    """Work of other runs that has receipts, or workers that may live.
 
     Those that only load a model are not counted: of which run they are, they find out themselves.
     """
     beside = []
     for other in found:
         alive = sum(is_alive(worker) and not is_loading(worker.state) for worker in other.workers)
-        if other.run.plan == run.plan and other.run.key != run.key and (other.num_finished or alive):
-            beside.append(Beside(other.place, other.num_finished, alive, tuple(differences(run, other.run))))
+        if other.run.key != run.key and (other.num_finished or alive):
+            same = other.run.plan == run.plan
+            beside.append(Beside(other.place, same, other.num_finished, alive, tuple(differences(run, other.run))))
     return tuple(beside)
 
 

@@ -85,9 +85,9 @@ def open_workshop(
     ConflictError
         E117 where workers of another plan are at work at the same location, or ``kvformat clean`` is.
     IdentityError
-        E120 where the staged run is another one, or ``planned`` is not its plan; and, with several workers, where work
-        of the same plan by another run is staged beside it. A single worker begins anew then, see
-        :attr:`Workshop.beside`.
+        E120 where the staged run is another one, or ``planned`` is not its plan; where workers of the same plan live
+        that make another run; and, with several workers, where anything of such a run is staged. Beside what one left
+        that lives no more, a single worker begins anew, see :attr:`Workshop.beside`.
     FormatError
         Whatever a reader would refuse of the manifest.
     KVFormatError
@@ -117,8 +117,9 @@ def open_workshop(
         found = shared.found()
         refuse_other_plans(found, run.plan, place_of(target), since=since or state, now=now)
         others = work_beside(shared.run, found)
-        if others and world_size > 1:
-            raise run_differs(list(others[0].differences), others[0].place)
+        for other in others:
+            if other.same_plan and (world_size > 1 or other.num_alive):
+                raise run_differs(list(other.differences), other.place)
     except BaseException:
         with contextlib.suppress(KVFormatError, OSError):  # the first failure says more
             shared.remove(unpublished=True)

@@ -169,6 +169,7 @@ class Cluster:
             work._worker.__exit__(None, None, None)
 
 
+@pytest.mark.filterwarnings("ignore:.*of another run are staged")
 def test_ray_workers_load_while_the_work_of_all_runs_of_the_plan_is_held(
     tmp_path: Path, options: dict[str, Any], loading: Loading, monkeypatch: pytest.MonkeyPatch
 ) -> None:

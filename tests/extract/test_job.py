@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import kvformat
-from kvformat.errors import IdentityError, InputError, KVFormatError, StorageError
+from kvformat.errors import IdentityError, InputError, KVFormatError, KVFormatWarning, StorageError
 from kvformat.extract import (
     Estimate,
     HuggingFaceExtractor,
@@ -292,7 +292,8 @@ def test_other_documents_do_not_continue_an_interrupted_run(tmp_path: Path) -> N
         )
     other = Arithmetic()
     plan = plan_of(tmp_path / "d.jsonl", lists[::-1], shard_nbytes=32 << 10)
-    dataset = extract_plan(other, plan, tmp_path / "ds")
+    with pytest.warns(KVFormatWarning, match="W002.* of another run are staged here, and not continued: plan"):
+        dataset = extract_plan(other, plan, tmp_path / "ds")
     assert len(other.calls) == 10
     assert [record.component("k")[0, 0, 0, 0].item() for record in dataset] == list(range(10))[::-1]
 
@@ -365,7 +366,8 @@ def test_under_an_unknown_context_another_model_continues_nothing(
     change(interrupted.model)
     options = interrupted.options | more
     watcher = Watcher()
-    resumed = run(**options, progress=watcher)
+    with pytest.warns(KVFormatWarning, match="W002.* of another run are staged here, and not continued: "):
+        resumed = run(**options, progress=watcher)
     assert all(event.computed for event in watcher.events)
     undisturbed = run(**(options | {"out": tmp_path / "whole"}))
     assert resumed.id == undisturbed.id
@@ -388,7 +390,8 @@ def test_a_plan_extracted_by_hand_mixes_no_models_either(model: Path, tmp_path: 
         extract_plan(first, plan, tmp_path / "ds", progress=Watcher(interrupt_after=7))
     other = HuggingFaceExtractor.of(tiny_model("gemma3", seed=5, max_position_embeddings=256), context="unknown")
     watcher = Watcher()
-    extract_plan(other, plan, tmp_path / "ds", progress=watcher)
+    with pytest.warns(KVFormatWarning, match="W002.* of another run are staged here, and not continued: "):
+        extract_plan(other, plan, tmp_path / "ds", progress=watcher)
     assert all(event.computed for event in watcher.events)
 
 
@@ -500,6 +503,7 @@ def interrupt(options: dict[str, Any], *, after: int) -> int:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*of another run are staged")
 def test_what_another_run_staged_is_needed_still(model: Path, documents: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": model, "documents": documents, "out": tmp_path / "ds", "shard_nbytes": SHARD}
     moved = tmp_path / "moved"
@@ -511,6 +515,7 @@ def test_what_another_run_staged_is_needed_still(model: Path, documents: Path, t
     assert estimate(**options | {"model": moved}).staged_nbytes == own > 0  # a plan knows no model
 
 
+@pytest.mark.filterwarnings("ignore:.*of another run are staged")
 def test_of_several_runs_that_may_be_meant_the_one_with_least_counts(
     model: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -565,7 +565,7 @@ def test_covered_files_that_mean_the_same(place, plan, tmp_path):
 
 @pytest.mark.parametrize("left", ["receipt", "worker", "nothing"])
 def test_work_of_another_run_of_the_plan(place, plan, tmp_path, left):
-    """Several workers would make two datasets of it without noticing: refused. A single one begins anew."""
+    """Workers would make two datasets without noticing: refused. A single one begins anew beside what is left."""
     other = place.opened(plan, changes={"tag": "cuda"})
     if left == "receipt":
         make(other, plan, [0])
@@ -582,10 +582,17 @@ def test_work_of_another_run_of_the_plan(place, plan, tmp_path, left):
         assert caught.value.code == "E120"
         assert "tag ('' here, 'cuda' there)" in caught.value.message
         assert place.names() == before
+        if left == "worker":  # two datasets are two, however many workers each has
+            with pytest.raises(kvformat.IdentityError) as caught:
+                place.opened(plan)
+            assert caught.value.code == "E120"
+            assert place.names() == before
+            return
         with place.opened(plan) as workshop:
             (beside,) = workshop.beside
+            assert beside.same_plan
             assert beside.differences == ("tag ('' here, 'cuda' there)",)
-            assert (beside.num_finished, beside.num_alive) == ((1, 0) if left == "receipt" else (0, 1))
+            assert (beside.num_finished, beside.num_alive) == (1, 0)
             assert workshop.finished() == frozenset()
             work(workshop, plan)
             assert seal(workshop, plan) == simple(tmp_path / "simple", plan)
@@ -597,7 +604,8 @@ def test_abandoned_work_of_another_plan_is_nobody_elses_business(place, plan):
     with place.opened(SmallPlan(first_id=5)) as other:
         make(other, SmallPlan(first_id=5), [0])
     with place.opened(plan, rank=1, world_size=2) as workshop:
-        assert workshop.beside == ()
+        (beside,) = workshop.beside
+        assert (beside.same_plan, beside.num_finished, beside.num_alive) == (False, 1, 0)
         assert workshop.finished() == frozenset()
 
 
