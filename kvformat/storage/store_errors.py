@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvformat.errors import KVFormatError, make_error
 from kvformat.storage.retry import ExhaustedFault
@@ -45,6 +46,10 @@ class Redactor:
         return text
 
 
+_ENDPOINTS = dict.fromkeys(("s3", "s3a"), " (AWS_ENDPOINT_URL or endpoint_url, of another store than AWS)")
+"""Where the address of a store is said, by scheme."""
+
+
 @contextmanager
 def translated(path: str, redact: Redactor, *, making: bool = False) -> Iterator[None]:
     """Raise the faults of the block as kvformat errors.
@@ -69,7 +74,8 @@ def _error(fault: StoreFault, path: str, redact: Redactor, *, making: bool) -> K
     if isinstance(fault, ExhaustedFault):
         tries = f"{fault.attempts} attempt{'s' if fault.attempts > 1 else ''} in {fault.seconds:.0f} s failed"
         how = f"the last with {type(fault.last).__name__}: {said}" if fault.last is not None else f"{said}"
-        return make_error("E208", f"{tries}, {how}check network and store, or raise `deadline_s`", path=path)
+        check = f"check network, store and endpoint{_ENDPOINTS.get(urlsplit(path).scheme, '')}"
+        return make_error("E208", f"{tries}, {how}{check}; from Python, `deadline_s` gives it longer", path=path)
     if isinstance(fault, MissingFault):
         if making:
             return make_error("E203", f"{said}make the bucket or container first, or check the URL", path=path)
