@@ -16,6 +16,7 @@ from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.remote import Remote
 from kvformat.storage.store import Stat
 from kvformat.write.at_work import at_work
+from kvformat.write.remote_dead import forget
 from kvformat.write.remote_receipts import KeptPlan
 from kvformat.write.remote_workers import workers_of
 from kvformat.write.spool import plan_of, remove_spool, spools
@@ -100,7 +101,11 @@ def _agreed(remote: Remote, plans: list[str], objects: list[Stat], held: dict[Pa
 
 def _remove(remote: Remote, objects: list[Stat], held: dict[Path, DirectoryLease]) -> None:
     files = LocalFiles()
-    freed = sum(remove_spool(files, path) for path in held)
+    freed = 0
+    for path in held:
+        # Before what proves that its worker is dead: where others keep the plan, what it said would count as alive.
+        forget(remote, path)
+        freed += remove_spool(files, path)
     for stat in objects:
         remote.delete(stat.name)
     lines = []

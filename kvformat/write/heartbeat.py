@@ -9,9 +9,12 @@ __all__ = ["Heartbeat"]
 
 
 class Heartbeat:
-    """Calls a function every ``every_s`` seconds in a thread of its own, from :meth:`start` to :meth:`stop`."""
+    """Calls a function every ``every_s`` seconds in a thread of its own, from :meth:`start` to :meth:`stop`.
 
-    def __init__(self, beat: Callable[[], None], *, every_s: float) -> None:
+    ``every_s`` may be a function, which is asked before each pause.
+    """
+
+    def __init__(self, beat: Callable[[], None], *, every_s: float | Callable[[], float]) -> None:
         self._beat = beat
         self._every_s = every_s
         self._over = threading.Event()
@@ -28,5 +31,5 @@ class Heartbeat:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(self._every_s):
+        while not self._over.wait(self._every_s() if callable(self._every_s) else self._every_s):
             self._beat()

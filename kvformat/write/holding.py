@@ -19,15 +19,22 @@ from kvformat.storage.lease import HeldFile
 from kvformat.storage.remote import Remote
 from kvformat.storage.store import StoreFault
 from kvformat.write import joining
-from kvformat.write.found import FoundRun, refuse_other_plans
+from kvformat.write.found import refuse_other_plans
 from kvformat.write.heartbeat import Heartbeat
 from kvformat.write.opening import find_runs, place_of
+from kvformat.write.remote_dead import forget_dead
+from kvformat.write.remote_workers import find_new_runs
 from kvformat.write.spool import Spool, SpoolFiles, spool_directory
 from kvformat.write.worker_state import SAID_EVERY_S, WorkerState
 
 __all__ = ["Hold", "hold_staged"]
 
 _ATTEMPT_TIMEOUT_S = 10.0
+_LOOK_TIMEOUT_S = 5.0
+_EARLY_S = 60.0
+"""For so long, workers that began together have no work yet that could be held, and look for it often."""
+_LOOK_EVERY_S = 2.0
+_LIST_EVERY_S = 5.0
 
 
 class Hold:
@@ -51,8 +58,11 @@ class Hold:
         self._spool = spool
         self._clock = clock
         self._held: dict[str, _Held] = {}  # by key
+        self._others: set[str] = set()  # keys of other plans
         self._using = threading.Lock()
-        self._beats = Heartbeat(self._beat, every_s=SAID_EVERY_S)
+        self._over = threading.Event()
+        self._said = state.updated
+        self._beats = Heartbeat(self._beat, every_s=self._pause_s)
         self._beats.start()
 
     def __enter__(self) -> Self:
@@ -78,32 +88,61 @@ class Hold:
         KVFormatError
             What the storage refuses.
         """
-        for found in find_runs(self._target, spool=self._spool):
-            if found.run.plan == self._plan and found.run.key not in self._held:
-                held = self._take(found)
-                if held is not None:
-                    self._held[found.run.key] = held
+        with self._using:
+            for found in find_runs(self._target, spool=self._spool):
+                if found.run.plan == self._plan and found.run.key not in self._held:
+                    self._take(found.run.key, found.place, wait_s=joining.BUSY_TIMEOUT_S)
 
     def release(self) -> None:
         """Let go of all of it. More than once is harmless."""
+        self._over.set()
         self._beats.stop()
         with self._using:
             while self._held:
                 _, held = self._held.popitem()
                 held.leave()
 
-    def _take(self, found: FoundRun) -> _Held | None:
+    def _take(self, key: str, place: Path | str, *, wait_s: float) -> None:
+        """Hold the work of a run. Others may have waited long for it: what is said of it is new."""
+        state = replace(self._state, updated=self._clock())
+        held: _Held | None
         if isinstance(self._target, Path):
-            return _HeldDirectory.take(Path(found.place), self._state)
-        base = spool_directory(self._spool)
-        return _HeldPrefix.take(self._target, base, found.run.key, self._state)
+            held = _HeldDirectory.take(Path(place), state, wait_s=wait_s)
+        else:
+            held = _HeldPrefix.take(self._target, spool_directory(self._spool), key, state)
+        if held is not None:
+            self._held[key] = held
+
+    def _pause_s(self) -> float:
+        """Seconds until the next beat."""
+        if self._held or self._clock() - self._state.started >= _EARLY_S:
+            return SAID_EVERY_S
+        return _LOOK_EVERY_S if isinstance(self._target, Path) else _LIST_EVERY_S
 
     def _beat(self) -> None:
-        with self._using, contextlib.suppress(KVFormatError, OSError):  # there is another beat soon
-            for held in self._held.values():
-                held.say(replace(self._state, updated=self._clock()))
-            if isinstance(self._target, Path):  # a store that does not answer would be waited for
-                self.look()
+        with self._using, contextlib.suppress(StoreFault, KVFormatError, OSError):  # there is another beat soon
+            now = self._clock()
+            if now - self._said >= SAID_EVERY_S / 2:
+                self._said = now
+                for held in self._held.values():
+                    if not self._over.is_set():
+                        held.say(replace(self._state, updated=now))
+            for key, place in self._new():
+                if not self._over.is_set():
+                    self._take(key, place, wait_s=0.0)
+
+    def _new(self) -> list[tuple[str, Path | str]]:
+        """Keys of the plan's runs that are not held yet, and their places; a store is asked once, and not for long."""
+        if self._over.is_set():
+            return []
+        if isinstance(self._target, Path):
+            found = [(one.run, one.place) for one in find_runs(self._target)]
+        else:
+            known = self._others | self._held.keys()
+            runs = find_new_runs(self._target, known, timeout_s=_LOOK_TIMEOUT_S)
+            self._others |= {run.key for run in runs if run.plan != self._plan}
+            found = [(run, self._target.path(f"{STAGING}/{run.key}")) for run in runs]
+        return [(run.key, place) for run, place in found if run.plan == self._plan and run.key not in self._held]
 
 
 def hold_staged(
@@ -117,8 +156,8 @@ def hold_staged(
 ) -> Hold:
     """Hold what is staged of a plan, whatever run it is of: only a loaded model tells which one is continued.
 
-    Others see a worker that loads its model. What a run stages meanwhile in a directory is held soon after. In a store
-    that may not be listed nothing is found, and nothing held.
+    Others see a worker that loads its model. What a run stages meanwhile is held some seconds after, or within half a
+    minute where it is staged late. In a store that may not be listed nothing is found, and nothing held.
 
     Parameters
     ----------
@@ -169,12 +208,12 @@ class _HeldDirectory:
         self._file = file
 
     @classmethod
-    def take(cls, path: Path, state: WorkerState) -> Self | None:
+    def take(cls, path: Path, state: WorkerState, *, wait_s: float) -> Self | None:
         """Hold a directory; None where it is gone."""
         file = HeldFile(path / state.name)
         try:
             # With a lease for a moment: who has one alone has looked for workers, and is about to remove all there is.
-            lease = joining.wait_for_lease(path, time.monotonic() + joining.BUSY_TIMEOUT_S)
+            lease = joining.wait_for_lease(path, time.monotonic() + wait_s)
         except KVFormatError as error:
             if error.code != "E002":
                 raise
@@ -207,12 +246,15 @@ class _HeldPrefix:
     @classmethod
     def take(cls, remote: Remote, base: Path, key: str, state: WorkerState) -> Self:
         """Hold a run."""
-        held = cls(remote, key, Spool.create(SpoolFiles(), base, remote.url, key, token=state.token), state.name)
+        forgotten = forget_dead(remote, base)
+        spool = Spool.create(SpoolFiles(), base, remote.url, key, worker=state, forgotten=forgotten)
+        held = cls(remote, key, spool, state.name)
         held.say(state)
         return held
 
     def say(self, state: WorkerState) -> None:
         with contextlib.suppress(StoreFault, KVFormatError):
+            self._spool.touch()
             store = self._remote.store
             store.stat(self._run, timeout_s=_ATTEMPT_TIMEOUT_S)  # without it, all of it was published, and removed
             store.put(self._name, state.encode(), timeout_s=_ATTEMPT_TIMEOUT_S)

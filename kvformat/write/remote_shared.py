@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvformat.errors import KVFormatError, make_error
+from kvformat.errors import KVFormatError, KVFormatWarning, make_error
 from kvformat.spec.layout import Layout
 from kvformat.spec.manifest import CoveredFile, Manifest
 from kvformat.spec.paths import STAGING, shard_path
 from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.remote import Remote
 from kvformat.storage.store import StoreFault
+from kvformat.write.at_work import at_work
 from kvformat.write.found import FoundRun
 from kvformat.write.parallel import side_by_side
+from kvformat.write.remote_dead import forget_dead, sweep_dead
 from kvformat.write.remote_publish import publish_objects, read_root
 from kvformat.write.remote_receipts import MAX_RECEIPT_NBYTES
 from kvformat.write.remote_workers import RUN_NBYTES, find_runs, list_or_none, workers_of
@@ -25,12 +29,13 @@ from kvformat.write.run import RunIdentity, SameFile
 from kvformat.write.run_files import agree_on_files
 from kvformat.write.spool import Spool
 from kvformat.write.staging import COVERED, Receipt
-from kvformat.write.worker_state import Worker, WorkerState, is_alive, is_loading
+from kvformat.write.worker_state import SAID_EVERY_S, Worker, WorkerState, is_alive, is_loading
 
 __all__ = ["RemoteShared"]
 
 _PATIENCE_S = 10.0
 _SAY_TIMEOUT_S = 10.0
+_MISSED_S = 3 * SAID_EVERY_S
 _RECEIPT = re.compile(r".*/([0-9]{8})\.json")
 
 
@@ -80,7 +85,8 @@ class RemoteShared:
             E209 where the store replaces what is there, E203, E207, E208; E200, E207 of the spool.
         """
         remote.require_create(f"{STAGING}/")
-        spool = Spool.create(files, base, remote.url, run.key, token=state.token)
+        forgotten = forget_dead(remote, base)
+        spool = Spool.create(files, base, remote.url, run.key, worker=state, forgotten=forgotten)
         shared = cls(remote, base, spool, run.key, state)
         try:
             shared.say(state)
@@ -172,6 +178,7 @@ class RemoteShared:
         """See :class:`~kvformat.write.shared.Shared`. One attempt: there will be news soon."""
         with self._saying, contextlib.suppress(StoreFault, KVFormatError):
             if not self._left:
+                self._spool.touch()
                 self._remote.store.put(self._state, state.encode(), timeout_s=_SAY_TIMEOUT_S)
 
     def workers(self) -> list[Worker]:
@@ -224,6 +231,7 @@ class RemoteShared:
     def remove(self, *, unpublished: bool = False) -> None:
         """See :class:`~kvformat.write.shared.Shared`. The run goes last: cut short, others find what is left."""
         self.leave()
+        sweep_dead(self._remote, self._base, self.files)
         prefix = f"{STAGING}/{self._key}/"
         listed = list_or_none(self._remote, prefix)
         if listed is None:
@@ -232,7 +240,9 @@ class RemoteShared:
         else:
             names = [stat.name for stat in listed]
             workers = workers_of(self._remote, self._key, names, base=self._base)
-            if any(is_alive(worker) and not is_loading(worker.state) for worker in workers):
+            others = [worker for worker in workers if is_alive(worker) and not is_loading(worker.state)]
+            if others:
+                self._warn_of_silent(others)
                 return
         run = f"{prefix}run.json"
         empty = (self._began or run not in names) and not any(_RECEIPT.fullmatch(name) for name in names)
@@ -242,6 +252,14 @@ class RemoteShared:
         self._remote.delete(run)
 
     # -- within ----------------------------------------------------------------------------------------------------
+
+    def _warn_of_silent(self, others: list[Worker]) -> None:
+        """W002 where something is published, and nobody was heard of lately who would remove the rest."""
+        now = time.time()
+        heard = any(one.liveness == "live" or now - one.state.updated <= _MISSED_S for one in others)
+        if not heard and self.root() is not None:
+            message = f"published, but staged work stays: {at_work(others, now=now, then='run `kvformat clean`')}"
+            warnings.warn(KVFormatWarning(message, code="W002", path=self.place), stacklevel=2)
 
     def _receipt(self, ordinal: int) -> str:
         return f"{STAGING}/{self._key}/{ordinal:08d}.json"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 from kvformat.errors import KVFormatError
@@ -19,11 +21,13 @@ from kvformat.write.run import RunIdentity
 from kvformat.write.spool import spool_of
 from kvformat.write.worker_state import Liveness, Worker, WorkerState, liveness_of
 
-__all__ = ["RUN_NBYTES", "find_runs", "list_or_none", "read_run", "workers_of"]
+__all__ = ["RUN_NBYTES", "STATE_NBYTES", "find_new_runs", "find_runs", "list_or_none", "read_run", "workers_of"]
 
 RUN_NBYTES = 64 << 20
 """Most bytes of a run."""
-_STATE_NBYTES = 1 << 16
+STATE_NBYTES = 1 << 16
+"""Most bytes of what a worker says of itself."""
+_RUN = re.compile(re.escape(STAGING) + r"/([0-9a-f]{16})/run\.json")
 
 
 def list_or_none(remote: Remote, prefix: str) -> list[Stat] | None:
@@ -59,6 +63,33 @@ def read_run(remote: Remote, key: str) -> RunIdentity | None:
         return None
 
 
+def find_new_runs(remote: Remote, known: Container[str], *, timeout_s: float) -> list[RunIdentity]:
+    """Runs whose keys are not ``known``, as far as they can be read within that time; no request is repeated.
+
+    Raises
+    ------
+    StoreFault
+        As the store fails.
+    """
+    deadline = time.monotonic() + timeout_s
+    keys, found = [], []
+    for stat in remote.store.list(f"{STAGING}/", timeout_s=timeout_s):
+        match = _RUN.fullmatch(stat.name)
+        if match is not None and match[1] not in known:
+            keys.append(match[1])
+        if time.monotonic() > deadline:
+            break
+    for key in keys:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0.0:
+            break
+        name = f"{STAGING}/{key}/run.json"
+        data = remote.store.get_all(name, max_nbytes=RUN_NBYTES, timeout_s=left_s)
+        with contextlib.suppress(KVFormatError):  # damaged, or none at all
+            found.append(RunIdentity.decode(data, path=remote.path(name)))
+    return found
+
+
 def workers_of(remote: Remote, key: str, names: Iterable[str], *, base: Path) -> list[Worker]:
     """What the workers of a run said of themselves, by rank; ``names`` are those of all its objects."""
     said = [name for name in names if WorkerState.is_name(name.rpartition("/")[2])]
@@ -72,7 +103,7 @@ def workers_of(remote: Remote, key: str, names: Iterable[str], *, base: Path) ->
 
 def _state(remote: Remote, name: str) -> WorkerState | None:
     try:
-        return WorkerState.decode(remote.read(name, max_nbytes=_STATE_NBYTES))
+        return WorkerState.decode(remote.read(name, max_nbytes=STATE_NBYTES))
     except KVFormatError as error:
         if error.code in ("E002", "E004"):  # it left meanwhile, or that is none
             return None
@@ -85,7 +116,7 @@ def _liveness(state: WorkerState, remote: Remote, key: str, base: Path) -> Liven
     held = None
     if here:
         try:
-            lease = DirectoryLease.take(spool_of(base, remote.url, key, state.token))
+            lease = DirectoryLease.take(spool_of(base, remote.url, key, state))
         except KVFormatError:  # another directory, or swept
             lease = None
         else:

@@ -7,7 +7,8 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -17,23 +18,28 @@ from kvformat.storage.lease import DirectoryLease, exclusive
 from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.location import local_path
 from kvformat.write.finisher import MOST_WAITING
+from kvformat.write.worker_state import STALE_S, WorkerState
 
 __all__ = [
     "MOST_SHARDS",
     "Spool",
     "SpoolFiles",
+    "dead_spools",
     "default_spool",
+    "plan_of",
     "remove_spool",
     "spool_directory",
     "spool_of",
     "spools",
     "state_of",
+    "sweep",
+    "worker_of",
 ]
 
 MOST_SHARDS = 1 + MOST_WAITING
 """Shards in a spool at once: the one in work, and the finished ones a writer goes on before."""
 
-_DIRECTORY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-[0-9a-f]{8}")
+_DIRECTORY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-(?P<token>[0-9a-f]{8})(?:-(?P<rank>[0-9]+))?")
 _FILE = re.compile(r"[0-9]{8}\.(shard|part)")
 _BUSY_TIMEOUT_S = 60.0
 
@@ -51,8 +57,8 @@ class SpoolFiles(LocalFiles):
 class Spool:
     """The spool directory of one writer, who holds its lease and removes it at the end.
 
-    Its name tells of which URL and plan it is. What a killed writer left is removed by the next one that starts one
-    below the same directory.
+    Its name tells of which URL and plan it is, and of which worker, where workers share a run. What a killed writer
+    left is removed by the next one that starts one below the same directory; see :func:`sweep`.
     """
 
     def __init__(self, files: LocalFiles, path: Path, lease: DirectoryLease) -> None:
@@ -62,13 +68,24 @@ class Spool:
         self.path = path
 
     @classmethod
-    def create(cls, files: LocalFiles, base: Path, url: str, plan: str, *, token: str | None = None) -> Spool:
+    def create(
+        cls,
+        files: LocalFiles,
+        base: Path,
+        url: str,
+        plan: str,
+        *,
+        worker: WorkerState | None = None,
+        forgotten: Collection[Path] = (),
+    ) -> Spool:
         """Make one below ``base``, which is made where it does not exist, for a URL and the digest of a plan.
 
         Parameters
         ----------
-        token
-            8 hexadecimal digits that tell whose it is; random ones without it.
+        worker
+            Whose it is, where workers share a run.
+        forgotten
+            As for :func:`sweep`.
 
         Raises
         ------
@@ -78,10 +95,12 @@ class Spool:
             E200, E207 where no directory can be made.
         """
         _make_base(base)
-        path = spool_of(base, url, plan, token or secrets.token_hex(4))
+        path = base / f"{_digest(url)}-{plan}-{secrets.token_hex(4)}"
+        if worker is not None:
+            path = spool_of(base, url, plan, worker)
         # Nobody sweeps between making the directory and taking its lease.
         with exclusive(base, timeout_s=_BUSY_TIMEOUT_S, refusal=lambda: _busy(base)):
-            _sweep(files, base)
+            _sweep(files, base, forgotten)
             try:
                 files.make_dir(path)
                 with translated(path):
@@ -111,6 +130,11 @@ class Spool:
     def drop(self, ordinal: int) -> None:
         """Remove a shard."""
         self.files.unlink(self.shard(ordinal))
+
+    def touch(self) -> None:
+        """Note that its worker said something: its age is that of the last word. Never fails loudly."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path)
 
     def remove(self) -> None:
         """Remove the directory. More than once is harmless."""
@@ -160,14 +184,57 @@ def spools(base: Path, url: str | None = None) -> list[Path]:
         ]
 
 
-def spool_of(base: Path, url: str, plan: str, token: str) -> Path:
-    """Where the spool directory of one writer is."""
-    return base / f"{_digest(url)}-{plan}-{token}"
+def spool_of(base: Path, url: str, plan: str, worker: WorkerState) -> Path:
+    """Where the spool directory of one worker is."""
+    return base / f"{_digest(url)}-{plan}-{worker.token}-{worker.rank}"
 
 
 def plan_of(path: Path) -> str:
     """Digest of the plan, or key of the run, a spool directory is for."""
     return path.name.split("-")[1]
+
+
+def worker_of(path: Path) -> str | None:
+    """Name of what the worker of a spool directory says of itself; None where workers share nothing."""
+    match = _DIRECTORY.fullmatch(path.name)
+    return None if match is None or match["rank"] is None else f"worker-{match['rank']}-{match['token']}.json"
+
+
+def dead_spools(base: Path, url: str) -> list[Path]:
+    """Spool directories of a URL's workers that are dead for certain.
+
+    Raises
+    ------
+    ConflictError
+        E117 where other processes keep ``base`` busy.
+    DamageError
+        E002 where there is no such directory.
+    """
+    # Nobody begins meanwhile: a directory without a lease is a dead one's.
+    with exclusive(base, timeout_s=_BUSY_TIMEOUT_S, refusal=lambda: _busy(base)):
+        return [path for path in spools(base, url) if worker_of(path) is not None and _is_dead(path)]
+
+
+def sweep(files: LocalFiles, base: Path, forgotten: Collection[Path]) -> None:
+    """Remove what killed writers left.
+
+    The directory of a worker proves that it is dead, for as long as others may read what it said of itself in a store.
+    It stays, empty, until that is removed, or is too old for anybody to believe.
+
+    Parameters
+    ----------
+    forgotten
+        Directories of workers of whom nothing is in the store any more.
+
+    Raises
+    ------
+    ConflictError
+        E117 where other processes keep ``base`` busy.
+    DamageError
+        E002 where there is no such directory.
+    """
+    with exclusive(base, timeout_s=_BUSY_TIMEOUT_S, refusal=lambda: _busy(base)):
+        _sweep(files, base, forgotten)
 
 
 def state_of(lease: DirectoryLease | None) -> Literal["live", "abandoned", "unknown"]:
@@ -179,24 +246,44 @@ def state_of(lease: DirectoryLease | None) -> Literal["live", "abandoned", "unkn
 
 def remove_spool(files: LocalFiles, path: Path) -> int:
     """Remove what a writer put into a spool directory, and the directory; returns the bytes that were in it."""
+    freed = _empty(files, path)
+    files.remove_dir(path)
+    return freed
+
+
+def _empty(files: LocalFiles, path: Path) -> int:
     freed = 0
     for entry in sorted(path.iterdir()) if path.is_dir() else ():
         if _FILE.fullmatch(entry.name):
             freed += entry.lstat().st_size
             files.unlink(entry)
-    files.remove_dir(path)
     return freed
 
 
-def _sweep(files: LocalFiles, base: Path) -> None:
+def _is_dead(path: Path) -> bool:
+    try:
+        lease = DirectoryLease.take(path)
+    except KVFormatError:  # another user's, perhaps
+        return False
+    if lease is None:
+        return False
+    lease.release()
+    return lease.supported
+
+
+def _sweep(files: LocalFiles, base: Path, forgotten: Collection[Path]) -> None:
     for path in spools(base):
         with contextlib.suppress(KVFormatError, OSError):  # another user's, perhaps: no reason not to write
             lease = DirectoryLease.take(path)
             if lease is None:
                 continue
             try:
-                if lease.supported:
+                if not lease.supported:
+                    continue
+                if worker_of(path) is None or path in forgotten or time.time() - path.stat().st_mtime > STALE_S:
                     remove_spool(files, path)
+                else:
+                    _empty(files, path)
             finally:
                 lease.release()
 

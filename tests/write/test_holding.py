@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import time
 
 import pytest
 
 from kvformat.errors import ConflictError
 from kvformat.storage.lease import DirectoryLease
+from kvformat.storage.store import TransportFault
+from kvformat.testing.faulty_store import FaultyStore, Rule, raised
 from kvformat.write import joining
 from kvformat.write.holding import hold_staged
 from kvformat.write.opening import find_runs
 from kvformat.write.sealing import seal
 from kvformat.write.spool import spools
+from kvformat.write.worker_state import SAID_EVERY_S
 from tests.write.place import Place
-from tests.write.planning import SmallPlan, make, work
+from tests.write.planning import SmallPlan, make, remote, work
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -38,7 +42,10 @@ def left(place, plan, *, tag="", ordinals=(0, 2)):
 
 
 def held(place, plan, **options):
-    return hold_staged(place.target, plan.digest, spool=place.spool, **options)
+    """Its beats are called by hand."""
+    hold = hold_staged(place.target, plan.digest, spool=place.spool, **options)
+    hold._beats.stop()
+    return hold
 
 
 def said(place):
@@ -91,11 +98,13 @@ def test_what_a_killed_holder_held_is_free(tmp_path, plan):
 
 def test_the_last_worker_removes_what_it_published_although_it_is_held(place, plan):
     left(place, plan)
-    with held(place, plan) as hold:
+    now = [time.time()]
+    with held(place, plan, clock=lambda: now[0]) as hold:
         with place.opened(plan) as workshop:
             work(workshop, plan)
             seal(workshop, plan)
             workshop.remove()
+        now[0] += SAID_EVERY_S
         hold._beat()
         assert not [name for name in place.names() if name.startswith(".staging")]
     assert not [name for name in place.names() if name.startswith(".staging")]
@@ -121,14 +130,100 @@ def test_shards_without_a_receipt_are_swept_although_somebody_loads(tmp_path, pl
         assert orphan not in place.names()
 
 
-def test_what_is_staged_meanwhile_is_held_at_the_next_beat(tmp_path, plan):
+def test_what_is_staged_meanwhile_is_held_at_the_next_beat(place, plan):
+    now = [time.time() - 1000.0]
+    left(place, SmallPlan(first_id=5))
+    with held(place, plan, clock=lambda: now[0]) as hold:
+        left(place, plan)
+        assert sorted(said(place)) == [[], []]
+        now[0] = time.time()
+        hold._beat()
+        assert sorted(said(place)) == [[], [(0, 1, "load", "live")]]
+        (state,) = [one.state for found in find_runs(place.target, spool=place.spool) for one in found.workers]
+        assert (state.updated, state.started) == (now[0], hold._state.started)  # else it looked long gone elsewhere
+    assert sorted(said(place)) == [[], []]
+    assert spools(place.spool) == []
+
+
+def test_who_holds_nothing_looks_often_at_first(place, plan):
+    now = [1000.0]
+    with held(place, plan, clock=lambda: now[0]) as hold:
+        assert hold._pause_s() == (2.0 if place.kind == "local" else 5.0)
+        now[0] += 60.0
+        assert hold._pause_s() == SAID_EVERY_S
+    left(place, plan)
+    with held(place, plan, clock=lambda: now[0]) as hold:
+        assert hold._pause_s() == SAID_EVERY_S
+
+
+def test_a_beat_says_that_the_holder_lives_now_and_then(place, plan):
+    left(place, plan)
+    now = [1000.0]
+
+    def updated():
+        return [one.state.updated for found in find_runs(place.target, spool=place.spool) for one in found.workers]
+
+    with held(place, plan, clock=lambda: now[0]) as hold:
+        for later, heard in [(2.0, 1000.0), (SAID_EVERY_S, 1000.0 + SAID_EVERY_S)]:
+            now[0] = 1000.0 + later
+            hold._beat()
+            assert updated() == [heard]
+
+
+def test_a_store_that_does_not_answer_is_asked_once_at_a_beat_and_not_by_who_leaves(plan, tmp_path):
+    rule = Rule("list", raised(TransportFault))
+    place = Place("remote", tmp_path)
+    store = FaultyStore(place.store, [])
+    place.target = remote(store)
+    hold = held(place, plan)
+    left(place, plan)
+    store._rules.append(rule)
+    before = store.calls.count(("list", ".staging/"))
+    hold._beat()
+    assert store.calls.count(("list", ".staging/")) == before + 1
+    assert hold.since is None
+    store._rules.clear()
+    hold._over.set()
+    hold._beat()
+    assert store.calls.count(("list", ".staging/")) == before + 1
+    hold._over.clear()
+    hold._beat()
+    assert hold.since is not None
+    hold.release()
+    place.close()
+
+
+def test_runs_of_other_plans_are_read_once(plan, tmp_path):
+    place = Place("remote", tmp_path)
+    left(place, SmallPlan(first_id=5))
+    with held(place, plan) as hold:
+        hold._beat()
+        before = len(place.store.calls)
+        hold._beat()
+        assert [call for call, _ in place.store.calls[before:]] == ["list"]
+    place.close()
+
+
+def test_a_beat_does_not_wait_for_a_clean_that_asks(tmp_path, plan, monkeypatch):
     place = Place("local", tmp_path)
+    waited = []
+    real = joining.wait_for_lease
+
+    def wait(path, deadline):
+        waited.append(deadline - time.monotonic())
+        return real(path, time.monotonic())
+
     with held(place, plan) as hold:
         left(place, plan)
-        assert said(place) == [[]]
+        (found,) = find_runs(place.target)
+        lease = DirectoryLease.take(found.place)
+        monkeypatch.setattr(joining, "wait_for_lease", wait)
         hold._beat()
-        assert said(place) == [[(0, 1, "load", "live")]]
-    assert said(place) == [[]]
+        assert hold.since is None
+        lease.release()
+        hold._beat()
+        assert hold.since is not None
+    assert max(waited) <= 0.0
 
 
 def test_another_plan_is_refused_before_the_model_is_loaded(place, plan):

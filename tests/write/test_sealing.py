@@ -12,7 +12,7 @@ import kvformat
 from kvformat.errors import KVFormatError
 from kvformat.storage.remote import Remote
 from kvformat.testing.memory_store import MemoryStore
-from kvformat.write import sealing
+from kvformat.write import opening, sealing
 from kvformat.write.attach import attach_workshop
 from kvformat.write.opening import find_runs
 from kvformat.write.receipt_file import encode_receipt
@@ -140,7 +140,8 @@ def test_a_worker_that_races_the_seal(target, options, plan, tmp_path):
         assert not (target / ".staging").exists()
 
 
-def test_another_dataset_was_published_meanwhile(target, options, plan, tmp_path):
+def test_another_dataset_was_published_meanwhile(target, options, plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(opening, "work_beside", lambda *_: ())  # as where one cannot see the other
     with opened(target, plan, **options) as workshop:
         work(workshop, plan)
         with opened(target, plan, changes={"tag": "x", "provenance": {"variant": "1"}}, **options) as other:
