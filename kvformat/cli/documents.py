@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,14 +39,16 @@ def documents(
     columns = source_options.parse_columns(column)
     quiet_libraries(terminal=output.is_terminal(sys.stderr))
     from kvformat.extract.documents import write_documents
-    from kvformat.extract.documents.opening import SUFFIX, is_documents_file
+    from kvformat.extract.documents.opening import SUFFIX, check_source, is_documents_file
     from kvformat.extract.options import ModelOptions, SourceOptions
-    from kvformat.extract.places import check_place
+    from kvformat.extract.places import check_place, local_place
     from kvformat.extract.reasoner import describe_reasoner, load_tokeniser
 
     if not is_documents_file(out) or is_documents_file(documents):
         raise make_error("E081", f"--out must be the NAME{SUFFIX} of a documents file, and --documents a source")
-    check_place(Path(out).absolute().parent, what="a documents file")
+    place = local_place(out, what="a documents file")
+    check_place(place.absolute().parent, what="a documents file")
+    check_source(documents)
     reasoner = ModelOptions(model=model, revision=revision, images=images)
     source = SourceOptions(
         documents=documents,
@@ -59,7 +60,7 @@ def documents(
     with meter() as shown:
         found = write_documents(
             documents,
-            out,
+            place,
             tokeniser,
             columns=columns,
             too_long="skip" if skip_too_long else "refuse",

@@ -153,8 +153,6 @@ def extract(
     (torchrun --nproc-per-node 8 -m kvformat extract ...), or each with --rank and --world-size. A plan, made before,
     spares each of them reading and tokenising all documents.
     """
-    from kvformat.extract.checkpoint import parse_checkpoint
-
     if (documents is None) == (plan is None):
         raise make_error("E081", "give --documents SRC or --plan DIR, one of them")
     if plan is not None:
@@ -173,8 +171,8 @@ def extract(
         )
     storage_options = options.parse_storage_options(storage_option, "--storage-option")
     parsed = options.parse(dtype=dtype, compute_dtype=compute_dtype, layers=layers, shard_size=shard_size)
-    source = parse_checkpoint(
-        checkpoint, select=select, rename=rename or (), preset=preset, weights=weights, dtype=checkpoint_dtype
+    source = model_options.parse_checkpoint(
+        checkpoint, select=select, rename=rename, preset=preset, weights=weights, dtype=checkpoint_dtype
     )
     workers = ray_options.parse(
         engine=engine,

@@ -18,7 +18,7 @@ from kvformat.codes import CODES
 from kvformat.errors import KVFormatError, KVFormatWarning, UsageError, make_error
 from kvformat.storage.faults import translate
 
-__all__ = ["EXIT_CODES", "FAILED", "FAULTS", "INTERRUPTED", "USAGE", "Commands", "exit_code"]
+__all__ = ["EXIT_CODES", "FAILED", "FAULTS", "INTERRUPTED", "USAGE", "Commands", "exit_code", "exit_code_of_prepared"]
 
 FAULTS = 1
 USAGE = 2
@@ -48,6 +48,15 @@ def exit_code(error: KVFormatError, *, looking: bool) -> int:
     if isinstance(error, UsageError):
         return USAGE
     return FAULTS if looking and CODES[error.code].kind == "reader" else FAILED
+
+
+def exit_code_of_prepared(error: KVFormatError) -> int:
+    """Exit code for an error of the plan or documents file that a command looks at.
+
+    Of a dataset, E002 is a file that it lacks; here nothing is there at all. E307 is what was found in it.
+    """
+    codes = {"E002": FAILED, "E307": FAULTS}
+    return codes.get(error.code, exit_code(error, looking=True))
 
 
 class Commands(TyperGroup):

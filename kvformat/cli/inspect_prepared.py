@@ -33,7 +33,8 @@ def prepared_at(path: str) -> Prepared | None:
         return None
     if place.name.endswith(SUFFIX) and not place.is_dir():
         return "documents"
-    return "plan" if (place / PLAN_FILES[0]).is_file() and not (place / ROOT).exists() else None
+    head, *others = ((place / name).is_file() for name in PLAN_FILES)
+    return "plan" if (head or all(others)) and not (place / ROOT).exists() else None
 
 
 def show_prepared(kind: Prepared, path: str, *, as_json: bool) -> None:

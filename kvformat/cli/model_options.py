@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from kvformat.errors import UsageError, make_error
+
+if TYPE_CHECKING:
+    from kvformat.extract.checkpoint import CheckpointSource
 
 __all__ = [
     "AdapterDir",
@@ -18,6 +24,7 @@ __all__ = [
     "Rename",
     "Select",
     "Weights",
+    "parse_checkpoint",
 ]
 
 Checkpoint = Annotated[
@@ -81,3 +88,41 @@ Quantise = Annotated[
 Images = Annotated[
     bool, typer.Option("--images/--no-images", help="Take images in messages, for a model that has a vision tower.")
 ]
+
+
+def parse_checkpoint(
+    checkpoint: str | None,
+    *,
+    select: str | None,
+    rename: Sequence[str] | None,
+    preset: str | None,
+    weights: str | None,
+    dtype: str | None,
+) -> CheckpointSource | None:
+    """The checkpoint of the options of those names; None where none of them is given.
+
+    Raises
+    ------
+    UsageError
+        E081, which names the options as they are typed.
+    """
+    from kvformat.extract.checkpoint import parse_checkpoint as parse
+
+    given = {
+        "--select": select,
+        "--rename": rename or None,
+        "--preset": preset,
+        "--weights": weights,
+        "--checkpoint-dtype": dtype,
+    }
+    alone = [option for option, value in given.items() if value is not None]
+    if checkpoint is None and alone:
+        go = "goes" if len(alone) == 1 else "go"
+        raise make_error("E081", f"{', '.join(alone)} {go} with a checkpoint: name that too, --checkpoint dcp:DIR")
+    try:
+        return parse(checkpoint, select=select, rename=rename or (), preset=preset, weights=weights, dtype=dtype)
+    except UsageError as error:
+        if not error.message.startswith("dtype of a checkpoint"):
+            raise
+        message = error.message.replace("dtype of a checkpoint", "--checkpoint-dtype", 1)
+        raise make_error("E081", message, path=error.path) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +11,6 @@ from kvformat.cli import model_options, options, output, source_options
 from kvformat.cli.counts import plan_facts, shown_facts, told
 from kvformat.cli.progress import meter
 from kvformat.cli.quiet import quiet_libraries
-from kvformat.errors import make_error
 
 __all__ = ["plan"]
 
@@ -51,14 +49,12 @@ def plan(
     parsed = options.parse(dtype=dtype, compute_dtype=compute_dtype, layers=layers, shard_size=shard_size)
     columns = source_options.parse_columns(column)
     quiet_libraries(terminal=output.is_terminal(sys.stderr))
-    from kvformat.extract.documents.opening import is_documents_file
+    from kvformat.extract.documents.opening import check_source
     from kvformat.extract.options import ModelOptions, PlanOptions, SourceOptions, layer_numbers
-    from kvformat.extract.places import check_place, is_plan
+    from kvformat.extract.places import check_place, is_plan, local_place
     from kvformat.extract.prepare import plan_documents
     from kvformat.extract.reasoner import describe_reasoner
 
-    if is_documents_file(documents) and (truncate or skip_too_long or add_generation_prompt or not special_tokens):
-        raise make_error("E081", "a documents file is tokenised already: give these options to `kvformat documents`")
     reasoner = ModelOptions(
         model=model,
         revision=revision,
@@ -84,15 +80,17 @@ def plan(
         batch_size=batch_size,
         batch_tokens=batch_tokens,
     )
-    folder = Path(out).absolute().parent
+    place = local_place(out, what="a plan")
+    folder = place.absolute().parent
     # An equal plan that is there already is fine; what is within one is not.
-    check_place(folder if is_plan(Path(out)) else Path(out), what="a plan")
+    check_place(folder if is_plan(place) else place, what="a plan")
+    check_source(documents)
     described = describe_reasoner(reasoner)
     with meter() as shown:
         made = plan_documents(described, reasoner, source, wanted, folder=folder, progress=told(shown))
         shown.begin("writing the plan")
-        made.save(out)
-    facts = plan_facts(made, out)
+        made.save(place)
+    facts = plan_facts(made, str(place))
     if as_json:
         output.emit_json({"ok": True, **facts})
     else:

@@ -54,10 +54,11 @@ class PlanState(Struct, frozen=True, kw_only=True):
 
 
 def opened(path: str) -> Plan:
-    """The plan; to be closed."""
+    """The plan; to be closed. E081 for what cannot be the directory of one."""
+    from kvformat.extract.places import plan_place
     from kvformat.extract.plan import open_plan
 
-    return open_plan(path)
+    return open_plan(plan_place(path))
 
 
 def difference(dataset: Dataset, plan: Plan) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from kvformat.cli import options, output
+from kvformat.cli import model_options, options, output
 from kvformat.cli.progress import meter
 from kvformat.cli.quiet import quiet_libraries
 from kvformat.errors import InputError, make_error
@@ -69,17 +69,16 @@ def recompute(location: str, asked: Recomputation, *, storage_options: Mapping[s
         Whatever loading the model and :func:`kvformat.extract.audit` raise.
     """
     from kvformat.extract.audit import audit
-    from kvformat.extract.checkpoint import parse_checkpoint
     from kvformat.extract.inputs import require_inputs, require_media_sources
     from kvformat.extract.sampling import parse_amount
     from kvformat.read.opening import open_dataset
 
     fraction, count = parse_amount(asked.share, "--recompute")
     compute_dtype = options.parse_dtype(asked.compute_dtype, "--compute-dtype")
-    checkpoint = parse_checkpoint(
+    checkpoint = model_options.parse_checkpoint(
         asked.checkpoint,
         select=asked.select,
-        rename=asked.rename or (),
+        rename=asked.rename,
         preset=asked.preset,
         weights=asked.weights,
         dtype=asked.checkpoint_dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +21,15 @@ from kvformat.spec.schema import Schema
 from kvformat.storage.faults import translated
 from kvformat.storage.remote import Remote
 
-__all__ = ["check_comparable", "check_context", "check_plan", "check_schema", "check_target"]
+__all__ = [
+    "check_comparable",
+    "check_context",
+    "check_directory",
+    "check_names",
+    "check_plan",
+    "check_schema",
+    "check_target",
+]
 
 
 def check_target(target: Path | Remote, *, probe: bool) -> Dataset | None:
@@ -40,7 +49,7 @@ def check_target(target: Path | Remote, *, probe: bool) -> Dataset | None:
     """
     if isinstance(target, Path):
         check_place(target, what="a dataset")
-        return _check_directory(target)
+        return _finished_in(target)
     if target.stat(ROOT) is not None:
         return open_dataset(target)
     if probe:
@@ -48,16 +57,31 @@ def check_target(target: Path | Remote, *, probe: bool) -> Dataset | None:
     return None
 
 
-def _check_directory(root: Path) -> Dataset | None:
+def _finished_in(root: Path) -> Dataset | None:
     with translated(root):
         if (root / ROOT).exists():
             return open_dataset(root)
+    check_directory(root)
+    return None
+
+
+def check_directory(root: Path) -> None:
+    """Refuse a directory that could not be made or written to; E207."""
+    with translated(root):
         place = next(path for path in (root, *root.parents) if os.path.lexists(path))
         if not place.is_dir():
             raise make_error("E207", "a file stands where a directory is needed: choose another location", path=place)
         if not os.access(place, os.W_OK | os.X_OK):
             raise make_error("E207", "the directory may not be written to: check owner and mode", path=place)
-    return None
+
+
+def check_names(schema: Schema, allow_non_finite: Collection[str]) -> None:
+    """Refuse names that a schema has not, which otherwise shows when the first shard begins; E081."""
+    names = [*(one.name for one in schema.components), *(one.name for one in schema.extras)]
+    unknown = sorted(set(allow_non_finite) - set(names))
+    if unknown:
+        has = f"names {', '.join(unknown)}, which the schema has not; it has {', '.join(names)}"
+        raise make_error("E081", f"allow_non_finite {has}")
 
 
 def check_schema(dataset: Dataset, schema: Schema) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvformat.extract.finished import check_context
+from pathlib import Path
+
+from kvformat.extract.finished import check_context, check_directory, check_names
 from kvformat.extract.held import LettingGo, hold_of
 from kvformat.extract.identify import tag_of
 from kvformat.extract.options import ModelOptions, PlanOptions, RayOptions, SourceOptions, TargetOptions, WorkOptions
@@ -38,7 +40,10 @@ def run_model(
     space = place.space(target)
     several = work.world.size > 1
     report.phase("read")
+    if not isinstance(target, Path):
+        check_directory(space)  # of the spool
     ready = prepare(model, source, options, target, probe=True)
+    check_names(ready.plan.schema, work.allow_non_finite)
     if ready.finished is not None:
         check_context(ready.finished, _loaded(ready, work, report))
         return ready.finished

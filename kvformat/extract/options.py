@@ -13,7 +13,7 @@ from msgspec.structs import force_setattr
 
 from kvformat.errors import make_error
 from kvformat.extract.checkpoint import CheckpointSource
-from kvformat.extract.documents.opening import DocumentsSource
+from kvformat.extract.documents.opening import DocumentsSource, is_documents_file
 from kvformat.extract.schemes import scheme_named
 from kvformat.loader.world import World
 from kvformat.spec import limits
@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 ContextKind = Literal["derive", "unknown"]
+
+_MOST_THREADS = 1024
+"""What a machine of any size is asked for; more only where it has so many cores."""
 
 
 class ModelOptions(Struct, frozen=True, kw_only=True):
@@ -68,10 +71,20 @@ class ModelOptions(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.quantise is not None:
             force_setattr(self, "quantise", scheme_named(self.quantise).name)
+        if self.adapter_mode is not None and self.adapter is None:
+            raise make_error("E081", f"adapter_mode={self.adapter_mode} goes with an adapter: name its directory too")
+        if self.adapter is not None and self.adapter_mode is None and not self.images:
+            raise make_error("E081", "an adapter needs its mode: adapter_mode=merge, or adapter_mode=apply")
 
 
 class SourceOptions(Struct, frozen=True, kw_only=True):
-    """Which documents there are, and how they become token ids."""
+    """Which documents there are, and how they become token ids.
+
+    Raises
+    ------
+    UsageError
+        E081 for options of a documents file, whose documents are tokenised already.
+    """
 
     documents: DocumentsSource
     columns: Mapping[str, str] | None = None
@@ -79,6 +92,18 @@ class SourceOptions(Struct, frozen=True, kw_only=True):
     too_long: Literal["refuse", "skip"] = "refuse"
     add_generation_prompt: bool = False
     special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        asked = {
+            "truncation": self.truncate is not None,
+            "leaving out what is too long": self.too_long != "refuse",
+            "a generation prompt": self.add_generation_prompt,
+            "no special tokens": not self.special_tokens,
+        }
+        found = [what for what, wanted in asked.items() if wanted]
+        if found and is_documents_file(self.documents):
+            message = f"a documents file is tokenised already: {', '.join(found)} must be asked for when it is made"
+            raise make_error("E081", f"{message} (`kvformat documents`)", path=self.documents)
 
 
 class PlanOptions(Struct, frozen=True, kw_only=True):
@@ -137,8 +162,9 @@ class WorkOptions(Struct, frozen=True, kw_only=True):
     allow_non_finite: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise make_error("E081", f"threads must be at least 1, found {self.threads}")
+        most = max(_MOST_THREADS, 4 * (os.cpu_count() or 1))
+        if self.threads is not None and not 1 <= self.threads <= most:
+            raise make_error("E081", f"threads must be 1 to {most}, found {self.threads}")
         if self.on_error not in ("fail", "skip"):
             raise make_error("E081", f"on_error must be 'fail' or 'skip', found {self.on_error!r}")
 

@@ -1,46 +1,59 @@
-"""Where a plan and a documents file lie, so that nothing else is written or looked for there. Loads nothing."""
+"""Where a plan and a documents file lie: on local file systems, and nothing else is written or looked for there."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from kvformat.errors import make_error
+from kvformat.storage.location import local_path
+from kvformat.storage.prepared import PLAN_FILES, SUFFIX, check_place, is_plan
 
-__all__ = ["PLAN_FILES", "SUFFIX", "check_place", "is_plan"]
+__all__ = ["PLAN_FILES", "SUFFIX", "check_place", "is_plan", "local_place", "plan_place"]
 
-PLAN_FILES = ("plan.json", "documents.kvdocs", "order.safetensors")
-"""Files in the directory of a plan."""
-
-SUFFIX = ".kvdocs"
-"""What the name of a documents file ends with."""
+_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
 
 
-def is_plan(path: Path) -> bool:
-    """Whether a directory holds the files of a plan; they need not be sound."""
-    return all(os.path.isfile(path / name) for name in PLAN_FILES)  # noqa: PTH113 -- Path's raises without permission
-
-
-def check_place(path: Path, *, what: str) -> None:
-    """Refuse to put something into the directory of a plan, or under the name of a documents file.
+def local_place(given: str | os.PathLike[str], *, what: str) -> Path:
+    """The path of something that is kept on local file systems alone, a ``file://`` URL included.
 
     Parameters
     ----------
-    path
-        Where it goes; need not exist.
     what
-        It, for the message: ``a dataset``.
+        It, for the message: ``a plan``.
 
     Raises
     ------
     UsageError
-        E081.
+        E081 for any other URL, an empty path, and the root of all directories.
     """
-    whole = Path(os.path.realpath(path))
-    for place in (whole, *whole.parents):
-        if is_plan(place):
-            message = f"a plan is here, and {what} needs a place of its own: choose another location for it"
-            raise make_error("E081", message, path=place)
-    if whole.name.endswith(SUFFIX) or path.name.endswith(SUFFIX):
-        message = f"*{SUFFIX} is the name of a documents file: choose another location for {what}"
+    url = _URL.match(str(given))
+    if url and url[1].lower() not in ("file", "local"):
+        # The whole URL might show credentials.
+        message = f"{what} is kept on a local file system, found a URL ({url[1]}://...)"
+        raise make_error("E081", f"{message}: copy it here, or choose a directory that all workers share")
+    if not str(given):
+        raise make_error("E081", f"{what} needs a path, found an empty one")
+    whole = local_path(given)
+    if not whole.name:
+        raise make_error("E081", f"{what} needs a name of its own: choose a path below this directory", path=whole)
+    return whole if url else Path(given)
+
+
+def plan_place(given: str | os.PathLike[str]) -> Path:
+    """The directory of a plan that is to be opened.
+
+    Raises
+    ------
+    UsageError
+        E081 as :func:`local_place`, and for a documents file.
+    """
+    path = local_place(given, what="a plan")
+    if path.name.endswith(SUFFIX) and not path.is_dir():
+        message = (
+            "that is a documents file, not the directory of a plan: `kvformat extract` takes it as --documents, and "
+            "`kvformat plan` makes a plan of it"
+        )
         raise make_error("E081", message, path=path)
+    return path

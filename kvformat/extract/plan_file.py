@@ -17,7 +17,7 @@ from kvformat.errors import KVFormatError, make_error
 from kvformat.extract.arrangement import Arrangement, Order
 from kvformat.extract.columns import ColumnsFile, ColumnSpec, Written, prove_columns, write_columns
 from kvformat.extract.documents.file import Documents, open_documents
-from kvformat.extract.places import PLAN_FILES
+from kvformat.extract.places import PLAN_FILES, local_place
 from kvformat.extract.rules import other_rules
 from kvformat.spec import canonical, limits
 from kvformat.spec.context import Text
@@ -113,13 +113,15 @@ def save(path: Path, head: PlanHead, documents: Documents, arrangement: Arrangem
 
     Raises
     ------
+    UsageError
+        E081 for a ``path`` that names no directory.
     StorageError
         E200, E202, E203; E207 where something else is at ``path``.
     DamageError
         E307 where this plan is there, and is damaged.
     """
     files = LocalFiles()
-    path = path.absolute()
+    path = local_place(path, what="a plan").absolute()
     Folders(files).make(path.parent)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     files.make_dir(draft)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from msgspec import structs
 
 from kvformat.errors import make_error
-from kvformat.extract.documents.opening import DocumentsSource
+from kvformat.extract.documents.opening import DocumentsSource, check_source
 from kvformat.extract.finished import check_comparable, check_plan, check_schema, check_target
 from kvformat.extract.options import ModelOptions, PlanOptions, SourceOptions, TargetOptions, layer_numbers
+from kvformat.extract.places import plan_place
 from kvformat.extract.plan import Plan, make_plan, open_plan
 from kvformat.extract.reasoner import describe_reasoner, load_tokeniser, options_of_plan
 from kvformat.extract.size import Estimate, Space, space_of
@@ -183,6 +184,10 @@ def prepare(
     KVFormatError
         As for :func:`estimate`; E307 where a plan is damaged.
     """
+    if isinstance(source, SourceOptions):
+        check_source(source.documents)
+    elif not isinstance(source, Plan):
+        source = plan_place(source)
     finished = check_target(target, probe=probe)
     described = None
     if isinstance(source, SourceOptions):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +93,24 @@ def options_of_plan(options: ModelOptions, plan: Plan) -> ModelOptions:
     for name, value in settled.items():
         given = getattr(options, name)
         if given not in (getattr(usual, name), value):
-            raise make_error("E081", f"{name} is {given!r}, but the plan was made with {value!r}: leave it out")
+            made = "without it" if value in (None, False) else f"with {_written(value)}"
+            raise make_error("E081", f"{name} is {_written(given)}, but the plan was made {made}: leave it out")
     return replace(options, **settled)
+
+
+def _written(value: object) -> str:
+    """The value of an option as it is typed."""
+    if isinstance(value, tuple):
+        return ",".join(_runs(value)) or "none"
+    if isinstance(value, bool):
+        return "given" if value else "not given"
+    return str(value)
+
+
+def _runs(layers: tuple[int, ...]) -> Iterator[str]:
+    for _, run in groupby(enumerate(sorted(layers)), lambda numbered: numbered[1] - numbered[0]):
+        found = [layer for _, layer in run]
+        yield f"{found[0]}-{found[-1]}" if len(found) > 1 else f"{found[0]}"
 
 
 def load_tokeniser(described: Description, model: ModelOptions, source: SourceOptions) -> Tokeniser:

@@ -17,6 +17,7 @@ from kvformat.read.verify import verify
 from kvformat.spec import limits
 from kvformat.spec.paths import ROOT
 from kvformat.storage.local_read import LocalReader
+from kvformat.storage.prepared import check_place
 from kvformat.storage.readers import Location, Reader
 from kvformat.transfer.contents import Contents, Item, contents_of, require_root
 from kvformat.transfer.local_target import LocalTarget
@@ -127,7 +128,7 @@ def copy(
     StorageError
         E200 to E204, E207 to E209, E212.
     UsageError
-        E081, E206.
+        E081, also for a target in the directory of a plan; E206.
     """
     if threads is not None and threads < 1:
         raise make_error("E081", f"threads must be at least 1, found {threads}")
@@ -135,6 +136,8 @@ def copy(
         reading(source, storage_options=source_options) as origin,
         reading(target, storage_options=target_options) as goal,
     ):
+        if isinstance(goal, LocalReader):
+            check_place(goal.root, what="a dataset")
         contents = contents_of(origin)
         place = _target_of(goal, origin, contents, spool)
         if _is_complete(goal, contents):

@@ -17,6 +17,7 @@ from kvformat.cli.progress import Bar, Lines
 from kvformat.errors import UsageError
 from tests.cli.conftest import command, environment
 from tests.cli.datasets import flip, write
+from tests.cli.sharing import saved_plan
 
 
 def test_a_copy(run, published: Path, tmp_path: Path, snapshot) -> None:
@@ -239,3 +240,14 @@ def test_what_a_killed_copy_left_is_named_and_cleaned(run, published: Path, tmp_
     assert not any("not a staging directory" in line for line in lines)
     assert run("clean", tmp_path / "copy", "--yes").code == 0
     assert not (tmp_path / "copy" / ".staging").exists()
+
+
+def test_nothing_is_copied_into_a_plan_or_over_a_documents_file(run, dataset: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    saved_plan(plan)
+    before = sorted(plan.iterdir())
+    for target in (plan, plan / "x", tmp_path / "d.kvdocs", f"file://{plan}/x"):
+        result = run("copy", dataset, target)
+        assert (result.code, "error [E081]" in result.stderr) == (2, True)
+        assert "choose another location for" in result.stderr
+    assert (sorted(plan.iterdir()), (tmp_path / "d.kvdocs").exists()) == (before, False)

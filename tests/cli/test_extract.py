@@ -467,3 +467,36 @@ def test_rates_are_of_what_was_computed_in_this_run(capsys) -> None:
         "extracting 3,000 tokens: 3 GB of 4 GB, 75 %, 100 tokens/s, 100 MB/s",
         "publishing",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--threads", str(10**23)], "--threads must be 1 to "),
+        (["--threads", "100000"], "--threads must be 1 to "),
+        (["--adapter", "a"], "an adapter needs its mode: --adapter-mode merge, or --adapter-mode apply"),
+        (["--adapter-mode", "merge"], "--adapter-mode merge goes with an adapter"),
+        (
+            ["--allow-non-finite", "zz"],
+            "--allow-non-finite names zz, which the schema has not; it has k, v, token_ids",
+        ),
+        (["--preset", "mot"], "--preset goes with a checkpoint: name that too, --checkpoint dcp:DIR"),
+        (["--select", "a", "--checkpoint-dtype", "F32"], "--select, --checkpoint-dtype go with a checkpoint"),
+        (["--checkpoint", "dcp:x", "--checkpoint-dtype", "Q"], "--checkpoint-dtype must be one of BF16, F16, F32"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_the_model_is_loaded(
+    run, arguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], said: str
+) -> None:
+    monkeypatch.setattr("kvformat.extract.model_job.load_extractor", lambda *_, **__: pytest.fail("it was loaded"))
+    result = run("extract", *arguments, *options)
+    assert (result.code, f"error [E081]: {said}" in result.stderr) == (2, True), result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_spool_that_cannot_be_is_refused_first(run, arguments, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("kvformat.extract.model_job.prepare", lambda *_, **__: pytest.fail("documents were read"))
+    (tmp_path / "file").touch()
+    given = [*arguments[:4], "--out", "memory://spool-that-cannot-be/x", "--spool", tmp_path / "file" / "s"]
+    result = run("extract", *given)
+    assert (result.code, "error [E207]: a file stands where a directory is needed" in result.stderr) == (3, True)

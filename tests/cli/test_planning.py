@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+import kvformat.extract
+from kvformat.errors import KVFormatError
 from kvformat.extract import Tokeniser
 from kvformat.extract.documents import open_documents
 from kvformat.extract.hf import describe
@@ -271,3 +273,98 @@ def test_an_interrupt_leaves_nothing(
     monkeypatch.setattr("kvformat.extract.plan.Plan.save", stop)
     assert run("plan", "--documents", source, "--model", model, "--out", tmp_path / "plan").code == 130
     assert [entry.name for entry in tmp_path.iterdir()] == ["docs.jsonl"]
+
+
+def test_options_of_tokenising_are_refused_wherever_a_documents_file_is_given(
+    run: Any, model: Path, source: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "d.kvdocs"
+    run("documents", "--documents", source, "--model", model, "--out", file)
+    for command in ("extract", "estimate", "plan"):
+        for option in (["--truncate", 3], ["--skip-too-long"], ["--no-special-tokens"], ["--add-generation-prompt"]):
+            result = run(command, "--documents", file, "--model", model, "--out", tmp_path / "out", *option)
+            assert (result.code, "error [E081]: a documents file is tokenised already" in result.stderr) == (2, True)
+    with pytest.raises(KVFormatError, match="tokenised already: truncation must be asked for when it is made"):
+        kvformat.extract.run(model=model, documents=file, out=tmp_path / "out", truncate=3)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["plan", "--documents", "docs.jsonl", "--out", "s3://bucket/plan"], "a plan"),
+        (["plan", "--documents", "s3://bucket/docs.jsonl", "--out", "plan"], "a source of documents"),
+        (["documents", "--documents", "docs.jsonl", "--out", "s3://bucket/d.kvdocs"], "a documents file"),
+        (["documents", "--documents", "gs://bucket/d", "--out", "d.kvdocs"], "a source of documents"),
+        (["extract", "--documents", "s3://key@bucket/d.kvdocs", "--out", "out"], "a source of documents"),
+        (["extract", "--plan", "s3://bucket/plan", "--out", "out"], "a plan"),
+        (["estimate", "--documents", "s3://bucket/d.kvdocs", "--out", "out"], "a source of documents"),
+    ],
+)
+def test_plans_and_documents_are_local(
+    run: Any, model: Path, source: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], what: str
+) -> None:
+    monkeypatch.chdir(source.parent)
+    result = run(*arguments, "--model", model)
+    assert (result.code, "error [E081]" in result.stderr, "key" in result.stderr) == (2, True, False)
+    assert f"{what} is kept on a local file system, found a URL (" in result.stderr
+    assert [entry.name for entry in source.parent.iterdir()] == ["docs.jsonl"]
+
+
+def test_a_plan_by_a_file_url(run: Any, model: Path, source: Path, tmp_path: Path) -> None:
+    made = run("plan", "--documents", source, "--model", model, "--out", f"file://{tmp_path}/plan", "--json")
+    assert (made.code, made.json["location"]) == (0, str(tmp_path / "plan"))
+    assert open_plan(tmp_path / "plan").digest == made.json["digest"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["plan", "--documents", "docs.jsonl", "--out", "/"], "a plan needs a name of its own"),
+        (["plan", "--documents", "docs.jsonl", "--out", ""], "a plan needs a path, found an empty one"),
+        (["plan", "--documents", "", "--out", "plan"], "a source of documents needs a path, found an empty one"),
+        (["extract", "--documents", "", "--out", "o"], "a source of documents needs a path, found an empty one"),
+        (["extract", "--plan", "", "--out", "o"], "a plan needs a path, found an empty one"),
+        (["extract", "--plan", "no.kvdocs", "--out", "o"], "`kvformat extract` takes it as --documents"),
+    ],
+)
+def test_places_that_make_no_sense(
+    run: Any, model: Path, source: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], match: str
+) -> None:
+    monkeypatch.chdir(source.parent)
+    result = run(*arguments, "--model", model)
+    assert (result.code, match in result.stderr, "Traceback" in result.stderr) == (2, True, False)
+    assert [entry.name for entry in source.parent.iterdir()] == ["docs.jsonl"]
+
+
+def test_a_missing_one_fails_and_a_damaged_one_is_a_fault(
+    run: Any, model: Path, source: Path, dataset: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.kvdocs").write_bytes(b"nothing")
+    for plan, name in (("a", "order.safetensors"), ("b", "plan.json")):
+        assert run("plan", "--documents", source, "--model", model, "--out", tmp_path / plan).code == 0
+        (tmp_path / plan / name).unlink()
+    for path, code, error in (
+        ("none.kvdocs", 3, "E002"),
+        ("none", 3, "E001"),
+        ("bad.kvdocs", 1, "E307"),
+        ("a", 1, "E307"),
+        ("b", 1, "E307"),
+    ):
+        result = run("inspect", tmp_path / path, "--json")
+        assert (result.code, result.json["error"]["code"]) == (code, error)
+        assert f"error [{error}]" in result.stderr
+    for path, code in (("none.kvdocs", 3), ("bad.kvdocs", 1)):
+        assert run("check-documents", dataset, tmp_path / path).code == code
+
+
+def test_what_a_plan_settled_is_said_as_it_is_typed(run: Any, model: Path, source: Path, tmp_path: Path) -> None:
+    assert run("plan", "--documents", source, "--model", model, "--out", tmp_path / "plan").code == 0
+    for options, said in (
+        (["--layers", "0"], "--layers is 0, but the plan was made with 0-2: leave it out"),
+        (["--layers", "0,2"], "--layers is 0,2, but the plan was made with 0-2: leave it out"),
+        (["--images"], "--images is given, but the plan was made without it: leave it out"),
+        (["--quantise", "int8"], "--quantise is int8, but the plan was made without it: leave it out"),
+    ):
+        result = run("extract", "--plan", tmp_path / "plan", "--model", model, "--out", tmp_path / "o", *options)
+        assert (result.code, said in result.stderr) == (2, True), result.stderr

@@ -267,7 +267,7 @@ def test_nothing_is_computed_of_a_faulty_dataset(run, model: Path, extracted: Pa
         (["--recompute", "1%"], "--recompute needs the model"),
         (["--model", "m", "--seed", "3"], "--model, --seed: only together with --recompute"),
         (["--checkpoint", "dcp:x", "--weights", "ema"], "--checkpoint, --weights: only together with --recompute"),
-        (["--recompute", "1%", "--model", "m", "--preset", "mot"], "name that too: dcp:DIR"),
+        (["--recompute", "1%", "--model", "m", "--preset", "mot"], "name that too, --checkpoint dcp:DIR"),
         (["--recompute", "0%", "--model", "m"], "--recompute must be a share"),
         (["--recompute", "1%", "--model", "m", "--compute-dtype", "int8"], "--compute-dtype must be"),
     ],

@@ -13,9 +13,9 @@ from kvformat.extract.documents.json_lines import JsonLines
 from kvformat.extract.documents.parquet import ParquetRows
 from kvformat.extract.documents.reading import Reader
 from kvformat.extract.documents.saved import SavedRows, is_saved
-from kvformat.extract.places import SUFFIX, is_plan
+from kvformat.extract.places import SUFFIX, is_plan, local_place
 
-__all__ = ["SUFFIX", "DocumentsSource", "is_documents_file", "open_source"]
+__all__ = ["SUFFIX", "DocumentsSource", "check_source", "is_documents_file", "open_source"]
 
 DocumentsSource = str | os.PathLike[str] | Callable[[], Iterable[Mapping[str, Any]]]
 """A path, ``module:function``, ``file.py:function``, or a function that yields objects."""
@@ -49,9 +49,8 @@ def open_source(source: DocumentsSource, *, columns: Mapping[str, str] | None = 
     DependencyError
         E205 where the library it needs is not installed.
     """
+    check_source(source)
     path = _path(source)
-    if path is not None:
-        _refuse_others(path)
     if path is not None and path.is_dir() and is_saved(path):
         return SavedRows(path, columns=columns)
     if path is not None and (path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))):
@@ -70,8 +69,13 @@ def open_source(source: DocumentsSource, *, columns: Mapping[str, str] | None = 
     )
 
 
-def _refuse_others(path: Path) -> None:
-    """E081 for what would be read as JSON Lines, and is known to be something else."""
+def check_source(source: object) -> None:
+    """Refuse what is no source by its name: an empty one, a URL, a plan, a Python file without its function; E081."""
+    path = _path(source)
+    if path is None:
+        return
+    assert isinstance(source, str | os.PathLike)
+    local_place(source, what="a source of documents")
     if is_plan(path):
         message = (
             "that is a plan: give it to `kvformat extract` as --plan, in place of documents; its documents alone are "
