@@ -27,6 +27,18 @@ __all__ = ["app"]
 _SPELLINGS = {"quantize": "quantise"}
 """Other spellings of options; help shows one alone."""
 
+_HELP = """Datasets of the per-layer attention keys and values (K/V) of a frozen transformer.
+
+Computed once, verified, read back at the speed of the storage.
+
+\b
+One process:      estimate, extract, inspect, verify
+Several workers:  documents, plan, extract --plan, status, seal
+Then:             check-documents, diff, copy
+
+`kvformat COMMAND --help` says more.
+"""
+
 app = typer.Typer(
     cls=Commands,
     add_completion=False,
@@ -58,21 +70,11 @@ def _version(wanted: bool) -> None:  # noqa: FBT001 - the form of an option's ca
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(help=_HELP)
 def kvformat_(
     *,
     _version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    r"""Datasets of the per-layer attention keys and values (K/V) of a frozen transformer.
-
-    Computed once, verified, read back at the speed of the storage.
-
-    \b
-    One process:      estimate, extract, inspect, verify
-    Several workers:  documents, plan, extract --plan, status, seal
-    Then:             check-documents, diff, copy
-
-    `kvformat COMMAND --help` says more.
-    """
+    """See the help."""

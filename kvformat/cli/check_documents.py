@@ -74,7 +74,10 @@ def check_documents(
     dataset = open_dataset(path, storage_options=storage_options)
     tokenizer = None
     if model is not None:
-        from kvformat.extract.hf.tokenizer import load_tokenizer
+        from kvformat.extract.reasoner import needing
+
+        with needing("tokenising"):
+            from kvformat.extract.hf.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(model, revision=revision)
     with meter(phases=False) as shown:

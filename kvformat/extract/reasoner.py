@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ __all__ = [
     "describe_reasoner",
     "load_extractor",
     "load_tokeniser",
+    "needing",
     "options_of_plan",
     "stored_schema",
     "threads_used",
@@ -45,10 +47,8 @@ def describe_reasoner(options: ModelOptions) -> Description:
     InputError
         E302 where images are wanted of a model that takes none.
     """
-    try:
+    with needing("extraction"):
         from kvformat.extract.hf import check_device, describe
-    except ModuleNotFoundError as error:
-        raise make_error("E205", f"extraction needs {error.name}: pip install 'kvformat[hf]'") from error
     check_device(options.device)
     described = describe(
         options.model,
@@ -149,7 +149,8 @@ def load_extractor(options: ModelOptions, plan: Plan, *, revision: str | None) -
     Raises
     ------
     KVFormatError
-        As for :meth:`kvformat.extract.HuggingFaceExtractor.load`; E302 where the records would be others.
+        As for :meth:`kvformat.extract.HuggingFaceExtractor.load`; E205 where transformers is missing, E302 where the
+        records would be others.
     """
     try:
         found = _loaded(options, plan, revision)
@@ -190,7 +191,8 @@ def _loaded(options: ModelOptions, plan: Plan, revision: str | None) -> Extracto
         "context": options.context,
     }
     if options.images:
-        from kvformat.extract.hf.vision import VisionExtractor
+        with needing("extraction"):
+            from kvformat.extract.hf.vision import VisionExtractor
 
         return VisionExtractor.load(
             options.model,
@@ -200,7 +202,8 @@ def _loaded(options: ModelOptions, plan: Plan, revision: str | None) -> Extracto
             adapter=options.adapter,
             **common,
         )
-    from kvformat.extract.hf import HuggingFaceExtractor
+    with needing("extraction"):
+        from kvformat.extract.hf import HuggingFaceExtractor
 
     return HuggingFaceExtractor.load(
         options.model,
@@ -209,6 +212,21 @@ def _loaded(options: ModelOptions, plan: Plan, revision: str | None) -> Extracto
         adapter_mode=options.adapter_mode,
         **common,
     )
+
+
+@contextmanager
+def needing(purpose: str) -> Iterator[None]:
+    """Imports of what the ``hf`` extra installs; E205 where it is missing.
+
+    Parameters
+    ----------
+    purpose
+        What it is needed for, for the message.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise make_error("E205", f"{purpose} needs {error.name}: pip install 'kvformat[hf]'") from error
 
 
 def use_threads(threads: int | None) -> None:

@@ -179,9 +179,10 @@ def _tell_beside(workshop: Workshop) -> None:
     for other in workshop.beside:
         if other.num_finished:
             shards = "1 finished shard" if other.num_finished == 1 else f"{other.num_finished:,} finished shards"
+            differences = "; ".join(other.differences[:_MOST_NAMED])
             message = (
-                f"{shards} of another run are staged here, and not continued: {'; '.join(other.differences[:_MOST_NAMED])}. This run "
-                "makes all of it; to go on with that one, interrupt and give its options; `kvformat status` shows what "
-                "is left, `kvformat clean` removes it"
+                f"{shards} of another run are staged here, and not continued: {differences}. This run makes all of "
+                "it; to go on with that one, interrupt and give its options; `kvformat status` shows what is left, "
+                "`kvformat clean` removes it"
             )
             warnings.warn(KVFormatWarning(message, code="W002", path=str(other.place)), stacklevel=2)

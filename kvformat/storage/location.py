@@ -55,8 +55,9 @@ def resolve(location: str | os.PathLike[str]) -> Path | str:
             f"chained URLs are not read, found {_shown(text)!r}: give the last URL alone; `cache=` makes local copies",
         )
     if found is None:
-        if not isinstance(location, str) and _COLLAPSED.match(text):
-            raise make_error("E081", f"a path collapses the slashes of a URL: pass a string, found {location!r}")
+        if _COLLAPSED.match(text):
+            why = "one slash is missing" if isinstance(location, str) else "a path collapses slashes: pass a string"
+            raise make_error("E081", f"a URL begins with scheme://, found {location!r}: {why}")
         return Path(os.path.abspath(text))
     scheme = found[1].lower()
     try:

@@ -7,10 +7,13 @@ from pathlib import Path
 
 from kvformat.errors import make_error
 
-__all__ = ["PLAN_FILES", "SUFFIX", "check_place", "is_plan"]
+__all__ = ["DATASET_ROOT", "PLAN_FILES", "SUFFIX", "check_place", "is_plan"]
 
 PLAN_FILES = ("plan.json", "documents.kvdocs", "order.safetensors")
 """Files in the directory of a plan."""
+
+DATASET_ROOT = "kvformat.json"
+"""File that stands in the directory of every published dataset."""
 
 SUFFIX = ".kvdocs"
 """What the name of a documents file ends with."""
@@ -22,7 +25,7 @@ def is_plan(path: Path) -> bool:
 
 
 def check_place(path: Path, *, what: str) -> None:
-    """Refuse to put something into the directory of a plan, or under the name of a documents file.
+    """Refuse to put something where something else is: in a plan, below a dataset, or as ``*.kvdocs``.
 
     Parameters
     ----------
@@ -40,6 +43,9 @@ def check_place(path: Path, *, what: str) -> None:
     for place in (whole, *whole.parents):
         if is_plan(place):
             message = f"a plan is here, and {what} needs a place of its own: choose another location for it"
+            raise make_error("E081", message, path=place)
+        if place != whole and os.path.isfile(place / DATASET_ROOT):
+            message = f"a dataset is published here, and {what} is no part of it: choose a location outside of it"
             raise make_error("E081", message, path=place)
     if whole.name.endswith(SUFFIX) or path.name.endswith(SUFFIX):
         message = f"*{SUFFIX} is the name of a documents file: choose another location for {what}"

@@ -13,6 +13,8 @@ from kvformat.extract.documents.opening import open_source
 from kvformat.extract.finished import check_target
 from kvformat.extract.join import check_documents
 from kvformat.extract.places import PLAN_FILES, check_place, is_plan
+from kvformat.spec.paths import ROOT
+from kvformat.storage import prepared
 from tests.cli.sharing import saved_plan
 
 
@@ -44,6 +46,18 @@ def test_nothing_goes_into_the_directory_of_a_plan(plan: Path, tmp_path: Path) -
     for place in (tmp_path, tmp_path / "plan2", plan / ".." / "ds"):
         check_place(place, what="a dataset")
         assert check_target(place, probe=True) is None
+
+
+def test_nothing_goes_below_a_published_dataset(tmp_path: Path) -> None:
+    (tmp_path / "ds").mkdir()
+    assert prepared.DATASET_ROOT == ROOT
+    (tmp_path / "ds" / ROOT).touch()
+    for place in (tmp_path / "ds" / "sub", tmp_path / "ds" / "a" / "b", tmp_path / "ds" / "p.kvdocs"):
+        with pytest.raises(KVFormatError, match="a dataset is published here") as told:
+            check_place(place, what="a dataset")
+        assert (told.value.code, told.value.path) == ("E081", str(tmp_path / "ds"))
+    check_place(tmp_path / "ds", what="a dataset")  # who publishes there looks for itself
+    check_place(tmp_path / "other", what="a dataset")
 
 
 @pytest.mark.parametrize("there", [False, True])

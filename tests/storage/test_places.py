@@ -97,6 +97,7 @@ def test_local_locations_resolve_to_paths(location: str) -> None:
         ("https://host/ds#part", "E081", "fragment"),
         ("s3://bucket/ds?versionId=1", "E081", "query"),
         ("s3:///ds", "E081", "names a bucket"),
+        ("s3:/bucket/ds", "E081", "one slash is missing"),
         ("s3://", "E081", "names a bucket"),
         ("s3://bucket/a/../b", "E081", "relative"),
         ("http://[::1/ds", "E081", "no URL"),
