@@ -318,7 +318,7 @@ def test_damage_on_the_way_is_fetched_once_more(which: str, kind: str, source, t
     assert once.sent >= 2
     always = Flipping(name, 1 << 30, origin.store.objects)
     with pytest.raises(DamageError) as caught:
-        kvformat.copy(origin.remote(always), Place(kind, goal.path / "again").location)
+        kvformat.copy(origin.remote(always), Place(kind, goal.path.with_name("again")).location)
     assert (caught.value.code, caught.value.path) == ("E077" if which == "shards" else "E006", origin.full(name))
 
 
