@@ -74,9 +74,9 @@ def check_documents(
     dataset = open_dataset(path, storage_options=storage_options)
     tokenizer = None
     if model is not None:
-        from kvformat.extract.reasoner import needing
+        from kvformat.extract.extras import needing
 
-        with needing("tokenising"):
+        with needing("tokenising needs"):
             from kvformat.extract.hf.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(model, revision=revision)

@@ -41,8 +41,9 @@ def documents(
     from kvformat.extract.documents import write_documents
     from kvformat.extract.documents.opening import SUFFIX, check_source, is_documents_file
     from kvformat.extract.options import ModelOptions, SourceOptions
-    from kvformat.extract.places import check_place, local_place
+    from kvformat.extract.places import local_place
     from kvformat.extract.reasoner import describe_reasoner, load_tokeniser
+    from kvformat.write.prepared import check_place
 
     if not is_documents_file(out) or is_documents_file(documents):
         raise make_error("E081", f"--out must be the NAME{SUFFIX} of a documents file, and --documents a source")

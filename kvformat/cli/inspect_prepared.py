@@ -25,8 +25,8 @@ _SHOWN = 12
 
 def prepared_at(path: str) -> Prepared | None:
     """What stands at a location in place of a dataset; None where it is none of these. A damaged one is told too."""
-    from kvformat.extract.places import PLAN_FILES, SUFFIX
     from kvformat.storage.location import resolve
+    from kvformat.write.prepared import PLAN_FILES, SUFFIX
 
     place = resolve(path)
     if not isinstance(place, Path):

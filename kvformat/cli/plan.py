@@ -51,9 +51,10 @@ def plan(
     quiet_libraries(terminal=output.is_terminal(sys.stderr))
     from kvformat.extract.documents.opening import check_source
     from kvformat.extract.options import ModelOptions, PlanOptions, SourceOptions, layer_numbers
-    from kvformat.extract.places import check_place, is_plan, local_place
+    from kvformat.extract.places import local_place
     from kvformat.extract.prepare import plan_documents
     from kvformat.extract.reasoner import describe_reasoner
+    from kvformat.write.prepared import check_place, is_plan
 
     reasoner = ModelOptions(
         model=model,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvformat.errors import make_error
 from kvformat.extract.again import extractor_for
 from kvformat.extract.audit import audit
 from kvformat.extract.audit_report import AuditReport
@@ -19,6 +18,7 @@ from kvformat.extract.documents import (
     open_documents,
     write_documents,
 )
+from kvformat.extract.extras import needing
 from kvformat.extract.job import run
 from kvformat.extract.join import check_documents
 from kvformat.extract.join_report import JoinReport
@@ -75,10 +75,8 @@ _HEAVY = {
 def __getattr__(name: str) -> Any:
     if name not in _HEAVY:
         raise AttributeError(f"module 'kvformat.extract' has no attribute {name!r}")
-    try:
+    with needing("extraction needs"):
         value = getattr(import_module(_HEAVY[name]), name)
-    except ModuleNotFoundError as error:
-        raise make_error("E205", f"extraction needs {error.name}: pip install 'kvformat[hf]'") from error
     globals()[name] = value
     return value
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvformat.errors import make_error
 from kvformat.extract.documents.opening import is_documents_file
+from kvformat.extract.extras import needing
 from kvformat.extract.inputs import require_media_sources
 from kvformat.read.error_bounds import compared
 from kvformat.spec.schema import UNIFORM_DTYPES
@@ -80,11 +81,9 @@ def extractor_for(
             "adapter": adapter,
             "adapter_mode": "apply" if context is not None and context.adapters else "merge",
         }
-    try:
+    with needing("computing again needs"):
         _require_layers(dataset, options["layers"], model, revision)
         return _load(dataset, model, documents, options)
-    except ModuleNotFoundError as error:
-        raise make_error("E205", f"computing again needs {error.name}: pip install 'kvformat[hf]'") from error
 
 
 def _load(

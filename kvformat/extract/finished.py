@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from kvformat.errors import make_error
 from kvformat.extract.options import ContextKind
-from kvformat.extract.places import check_place
 from kvformat.extract.plan import Plan
 from kvformat.extract.rules import other_rules
 from kvformat.interfaces import Extractor
@@ -20,6 +19,7 @@ from kvformat.spec.paths import ROOT, STAGING
 from kvformat.spec.schema import Schema
 from kvformat.storage.faults import translated
 from kvformat.storage.remote import Remote
+from kvformat.write.prepared import check_place
 
 __all__ = [
     "check_comparable",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kvformat.errors import make_error
 from kvformat.storage.location import local_path
-from kvformat.storage.prepared import PLAN_FILES, SUFFIX, check_place, is_plan
+from kvformat.write.prepared import SUFFIX
 
-__all__ = ["PLAN_FILES", "SUFFIX", "check_place", "is_plan", "local_place", "plan_place"]
+__all__ = ["local_place", "plan_place"]
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
 

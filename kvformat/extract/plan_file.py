@@ -17,7 +17,7 @@ from kvformat.errors import KVFormatError, make_error
 from kvformat.extract.arrangement import Arrangement, Order
 from kvformat.extract.columns import ColumnsFile, ColumnSpec, Written, prove_columns, write_columns
 from kvformat.extract.documents.file import Documents, open_documents
-from kvformat.extract.places import PLAN_FILES, local_place
+from kvformat.extract.places import local_place
 from kvformat.extract.rules import other_rules
 from kvformat.spec import canonical, limits
 from kvformat.spec.context import Text
@@ -26,6 +26,7 @@ from kvformat.storage.faults import translate
 from kvformat.storage.local_read import LocalReader
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write.folders import Folders
+from kvformat.write.prepared import PLAN_FILES
 
 __all__ = ["DOCUMENTS", "HEAD", "RECORDS", "FileProof", "PlanHead", "PlanTotals", "completed", "load", "save"]
 

@@ -11,7 +11,6 @@ from kvformat.errors import DatasetExistsError
 from kvformat.extract.finished import check_comparable, check_context, check_plan, check_schema
 from kvformat.extract.held import hold_of
 from kvformat.extract.options import WorkOptions
-from kvformat.extract.places import check_place
 from kvformat.extract.plan import Plan
 from kvformat.extract.progress import Progress, Silent
 from kvformat.extract.tally import Tally
@@ -23,6 +22,7 @@ from kvformat.read.opening import open_dataset
 from kvformat.storage.readers import Location, remote_of
 from kvformat.storage.remote import Remote
 from kvformat.write.holding import Hold
+from kvformat.write.prepared import check_place
 from kvformat.write.run import RunIdentity
 
 __all__ = ["extract_plan", "make_dataset"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 
 from kvformat.errors import UsageError, make_error
 from kvformat.extract.documents.opening import DocumentsSource
+from kvformat.extract.extras import needing
 from kvformat.extract.following import Following
 from kvformat.extract.media import with_media
 from kvformat.extract.options import ModelOptions, SourceOptions
@@ -29,7 +29,6 @@ __all__ = [
     "describe_reasoner",
     "load_extractor",
     "load_tokeniser",
-    "needing",
     "options_of_plan",
     "stored_schema",
     "threads_used",
@@ -47,7 +46,7 @@ def describe_reasoner(options: ModelOptions) -> Description:
     InputError
         E302 where images are wanted of a model that takes none.
     """
-    with needing("extraction"):
+    with needing("extraction needs"):
         from kvformat.extract.hf import check_device, describe
     check_device(options.device)
     described = describe(
@@ -191,7 +190,7 @@ def _loaded(options: ModelOptions, plan: Plan, revision: str | None) -> Extracto
         "context": options.context,
     }
     if options.images:
-        with needing("extraction"):
+        with needing("extraction needs"):
             from kvformat.extract.hf.vision import VisionExtractor
 
         return VisionExtractor.load(
@@ -202,7 +201,7 @@ def _loaded(options: ModelOptions, plan: Plan, revision: str | None) -> Extracto
             adapter=options.adapter,
             **common,
         )
-    with needing("extraction"):
+    with needing("extraction needs"):
         from kvformat.extract.hf import HuggingFaceExtractor
 
     return HuggingFaceExtractor.load(
@@ -212,21 +211,6 @@ def _loaded(options: ModelOptions, plan: Plan, revision: str | None) -> Extracto
         adapter_mode=options.adapter_mode,
         **common,
     )
-
-
-@contextmanager
-def needing(purpose: str) -> Iterator[None]:
-    """Imports of what the ``hf`` extra installs; E205 where it is missing.
-
-    Parameters
-    ----------
-    purpose
-        What it is needed for, for the message.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise make_error("E205", f"{purpose} needs {error.name}: pip install 'kvformat[hf]'") from error
 
 
 def use_threads(threads: int | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,15 +73,14 @@ class BufferPool:
             raise make_error("E081", f"keep_nbytes must be at least 0, found {keep_nbytes}")
         # What is pinned, torch keeps.
         self._keep = 0 if pin_memory else keep_nbytes // PAGE * PAGE
-        self._space = space_nbytes
         self._pin = pin_memory
-        self._state = ArenaState(self._keep, self._space)
+        self._state = ArenaState(self._keep, space_nbytes)
         self.fresh_nbytes = 0
 
     @property
     def kept_nbytes(self) -> int:
         """Bytes taken from the system, and used by nobody now."""
-        state = self._usable_state()
+        state = self._state = self._state.current()
         with state.lock:
             arena = state.arena
             if arena is None:
@@ -95,7 +93,7 @@ class BufferPool:
 
         Does not wait: where the pool is in use just now, the next lease sees to it.
         """
-        state = self._usable_state()
+        state = self._state = self._state.current()
         arena = state.arena
         if arena is None:
             return
@@ -120,7 +118,7 @@ class BufferPool:
             pinned = _pinned(max(nbytes, 1))
             return Lease(pinned.numpy()[:nbytes], pinned)
         size = -(-max(nbytes, 1) // PAGE) * PAGE
-        state = self._usable_state()
+        state = self._state = self._state.current()
         with state.lock:
             arena, taken = state.arena, None
             if arena is not None:
@@ -140,13 +138,6 @@ class BufferPool:
         view = memoryview(arena.memory)[start:end]
         state.give_back(view, (start, end))
         return Lease(np.frombuffer(arena.memory, dtype=np.uint8, count=nbytes, offset=start), view)
-
-    def _usable_state(self) -> ArenaState:
-        """The state of this process. A fork may have left the parent's lock taken, and its memory is not ours."""
-        state = self._state
-        if state.process != os.getpid():
-            state = self._state = ArenaState(self._keep, self._space)
-        return state
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

@@ -205,11 +205,19 @@ class ArenaState:
     """
 
     def __init__(self, keep_nbytes: int, space_nbytes: int = SPACE_NBYTES) -> None:
-        self.process = os.getpid()
+        self._given = keep_nbytes, space_nbytes
+        self._process = os.getpid()
         self.lock = threading.Lock()
         self.arena = open_arena(keep_nbytes, space_nbytes)
         if self.arena is not None:
             weakref.finalize(self, self.arena.forsake).atexit = False
+
+    def current(self) -> ArenaState:
+        """The state to use: itself, or another one in a process that was forked from its own.
+
+        What the parent keeps is not the child's, and the lock may have been taken when it was forked.
+        """
+        return self if self._process == os.getpid() else ArenaState(*self._given)
 
     def give_back(self, holder: object, extent: Extent, *, keep_beside: int | None = None) -> None:
         """Have a range returned when its holder goes.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 
 from kvformat.storage.arena import PAGE, ArenaState, fresh_mapping
@@ -37,7 +35,7 @@ class Regions:
     @property
     def kept_nbytes(self) -> int:
         """Bytes taken from the system, and used by nobody now."""
-        state = self._usable_state()
+        state = self._state = self._state.current()
         arena = state.arena
         if arena is None:
             return 0
@@ -47,7 +45,7 @@ class Regions:
 
     def take(self, nbytes: int) -> Region:
         """Memory of ``nbytes`` bytes with any content; OSError where there is none."""
-        state = self._usable_state()
+        state = self._state = self._state.current()
         arena, taken = state.arena, None
         size = -(-max(nbytes, 1) // PAGE) * PAGE
         if arena is not None:
@@ -60,10 +58,3 @@ class Regions:
         used = np.frombuffer(arena.memory, dtype=np.uint8, count=nbytes, offset=taken.start)
         state.give_back(used, (taken.start, taken.start + size), keep_beside=self._keep)
         return used.view(Region)
-
-    def _usable_state(self) -> ArenaState:
-        """The state of this process. What the parent keeps is not ours, and its lock may be taken for ever."""
-        state = self._state
-        if state.process != os.getpid():
-            state = self._state = ArenaState(self._keep)
-        return state

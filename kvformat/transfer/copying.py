@@ -17,12 +17,12 @@ from kvformat.read.verify import verify
 from kvformat.spec import limits
 from kvformat.spec.paths import ROOT
 from kvformat.storage.local_read import LocalReader
-from kvformat.storage.prepared import check_place
 from kvformat.storage.readers import Location, Reader
 from kvformat.transfer.contents import Contents, Item, contents_of, require_root
 from kvformat.transfer.local_target import LocalTarget
 from kvformat.transfer.remote_target import RemoteTarget
 from kvformat.transfer.tally import Progress, Share, Tally
+from kvformat.write.prepared import check_place
 from kvformat.write.spool import spool_directory
 
 __all__ = ["CopyReport", "copy"]

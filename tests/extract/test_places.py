@@ -12,9 +12,8 @@ from kvformat.extract import estimate, extract_plan, open_plan, plan_file, run
 from kvformat.extract.documents.opening import open_source
 from kvformat.extract.finished import check_target
 from kvformat.extract.join import check_documents
-from kvformat.extract.places import PLAN_FILES, check_place, is_plan
 from kvformat.spec.paths import ROOT
-from kvformat.storage import prepared
+from kvformat.write.prepared import PLAN_FILES, check_place, is_plan
 from tests.cli.sharing import saved_plan
 
 
@@ -50,7 +49,6 @@ def test_nothing_goes_into_the_directory_of_a_plan(plan: Path, tmp_path: Path) -
 
 def test_nothing_goes_below_a_published_dataset(tmp_path: Path) -> None:
     (tmp_path / "ds").mkdir()
-    assert prepared.DATASET_ROOT == ROOT
     (tmp_path / "ds" / ROOT).touch()
     for place in (tmp_path / "ds" / "sub", tmp_path / "ds" / "a" / "b", tmp_path / "ds" / "p.kvdocs"):
         with pytest.raises(KVFormatError, match="a dataset is published here") as told:

@@ -13,7 +13,8 @@ from kvformat.extract.documents.json_lines import JsonLines
 from kvformat.extract.documents.parquet import ParquetRows
 from kvformat.extract.documents.reading import Reader
 from kvformat.extract.documents.saved import SavedRows, is_saved
-from kvformat.extract.places import SUFFIX, is_plan, local_place
+from kvformat.extract.places import local_place
+from kvformat.write.prepared import SUFFIX, is_plan
 
 __all__ = ["SUFFIX", "DocumentsSource", "check_source", "is_documents_file", "open_source"]
 

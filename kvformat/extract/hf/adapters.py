@@ -13,6 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from kvformat.errors import KVFormatError, make_error
+from kvformat.extract.extras import needing
 from kvformat.extract.hf.adapter_files import read_adapter
 from kvformat.extract.hf.options import AdapterMode
 from kvformat.extract.weights import weights_digest, weights_file
@@ -187,10 +188,8 @@ def applied_adapter(decoder: nn.Module, *, compute_dtype: ComputeDtype) -> Adapt
 
 def load_peft() -> Any:
     """The package that adapter layers come from; E205 where it is not installed."""
-    try:
+    with needing("adapters need"):
         return import_module("peft")
-    except ModuleNotFoundError as error:
-        raise make_error("E205", f"adapters need {error.name}: pip install 'kvformat[hf]'") from error
 
 
 def _check_plain(path: str, layer: Any, name: str, compute_dtype: ComputeDtype) -> None:

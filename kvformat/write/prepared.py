@@ -6,14 +6,12 @@ import os
 from pathlib import Path
 
 from kvformat.errors import make_error
+from kvformat.spec.paths import ROOT
 
-__all__ = ["DATASET_ROOT", "PLAN_FILES", "SUFFIX", "check_place", "is_plan"]
+__all__ = ["PLAN_FILES", "SUFFIX", "check_place", "is_plan"]
 
 PLAN_FILES = ("plan.json", "documents.kvdocs", "order.safetensors")
 """Files in the directory of a plan."""
-
-DATASET_ROOT = "kvformat.json"
-"""File that stands in the directory of every published dataset."""
 
 SUFFIX = ".kvdocs"
 """What the name of a documents file ends with."""
@@ -21,7 +19,7 @@ SUFFIX = ".kvdocs"
 
 def is_plan(path: Path) -> bool:
     """Whether a directory holds the files of a plan; they need not be sound."""
-    return all(os.path.isfile(path / name) for name in PLAN_FILES)  # Path's raises without permission
+    return all(os.path.isfile(path / name) for name in PLAN_FILES)  # noqa: PTH113 -- Path's raises without permission
 
 
 def check_place(path: Path, *, what: str) -> None:
@@ -44,7 +42,7 @@ def check_place(path: Path, *, what: str) -> None:
         if is_plan(place):
             message = f"a plan is here, and {what} needs a place of its own: choose another location for it"
             raise make_error("E081", message, path=place)
-        if place != whole and os.path.isfile(place / DATASET_ROOT):
+        if place != whole and os.path.isfile(place / ROOT):  # noqa: PTH113 -- as above
             message = f"a dataset is published here, and {what} is no part of it: choose a location outside of it"
             raise make_error("E081", message, path=place)
     if whole.name.endswith(SUFFIX) or path.name.endswith(SUFFIX):
