@@ -42,7 +42,7 @@ def clean(
         _clean(place, yes=yes)
     else:
         from kvformat.cli.clean_remote import clean_remote
-        from kvformat.write.spool import spool_directory
+        from kvformat.write.spool_places import spool_directory
 
         clean_remote(place, spool_directory(spool), yes=yes)
 

@@ -19,7 +19,8 @@ from kvformat.write.at_work import at_work
 from kvformat.write.remote_dead import forget
 from kvformat.write.remote_receipts import KeptPlan
 from kvformat.write.remote_workers import workers_of
-from kvformat.write.spool import plan_of, remove_spool, spools
+from kvformat.write.spool import remove_spool
+from kvformat.write.spool_places import plan_of, spools
 from kvformat.write.worker_state import Worker, is_alive
 
 __all__ = ["clean_remote"]

@@ -258,7 +258,7 @@ def extract(
 def _tell_spool(out: str, spool: str | None) -> None:
     """Say where disk space is needed, and what may be left behind by a killed run."""
     from kvformat.storage.location import resolve
-    from kvformat.write.spool import spool_directory
+    from kvformat.write.spool_places import spool_directory
 
     if isinstance(resolve(out), str):
         output.complain(f"shards wait for their upload in {output.plain(spool_directory(spool))}")

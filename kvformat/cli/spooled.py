@@ -11,7 +11,8 @@ from msgspec import Struct
 from kvformat.errors import KVFormatError
 from kvformat.storage.faults import translated
 from kvformat.storage.lease import DirectoryLease
-from kvformat.write.spool import plan_of, spools, state_of
+from kvformat.write.spool import state_of
+from kvformat.write.spool_places import plan_of, spools
 
 __all__ = ["Spooled", "look_spools", "nbytes_of"]
 

@@ -133,7 +133,7 @@ def _look_remote(remote: Remote, spool: str | None, planned: Plan | None) -> _Lo
     from kvformat.cli.kept import look_kept
     from kvformat.cli.spooled import look_spools
     from kvformat.read.missing import DATA_WITHOUT_ROOT
-    from kvformat.write.spool import spool_directory
+    from kvformat.write.spool_places import spool_directory
 
     read = _published(remote, planned) if remote.stat(ROOT) is not None else _Read()
     base = spool_directory(spool)

@@ -22,7 +22,7 @@ from kvformat.spec.schema import Stage
 from kvformat.storage.readers import Location, remote_of
 from kvformat.storage.remote import Remote
 from kvformat.storage.remote_options import RemoteOptions
-from kvformat.write.spool import spool_directory
+from kvformat.write.spool_places import spool_directory
 
 __all__ = [
     "ContextKind",

@@ -23,7 +23,7 @@ from kvformat.transfer.local_target import LocalTarget
 from kvformat.transfer.remote_target import RemoteTarget
 from kvformat.transfer.tally import Progress, Share, Tally
 from kvformat.write.prepared import check_place
-from kvformat.write.spool import spool_directory
+from kvformat.write.spool_places import spool_directory
 
 __all__ = ["CopyReport", "copy"]
 

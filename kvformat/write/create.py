@@ -16,7 +16,7 @@ from kvformat.storage.readers import Location, remote_of
 from kvformat.storage.remote_options import RemoteOptions
 from kvformat.write.local_target import LocalTarget
 from kvformat.write.remote_target import RemoteTarget
-from kvformat.write.spool import spool_directory
+from kvformat.write.spool_places import spool_directory
 from kvformat.write.target import Target
 from kvformat.write.writer import OnDuplicate, Writer
 

@@ -24,7 +24,8 @@ from kvformat.write.heartbeat import Heartbeat
 from kvformat.write.opening import find_runs, place_of
 from kvformat.write.remote_dead import forget_dead
 from kvformat.write.remote_workers import find_new_runs
-from kvformat.write.spool import Spool, SpoolFiles, spool_directory
+from kvformat.write.spool import Spool, SpoolFiles
+from kvformat.write.spool_places import spool_directory
 from kvformat.write.worker_state import SAID_EVERY_S, WorkerState
 
 __all__ = ["Hold", "hold_staged"]

@@ -23,7 +23,8 @@ from kvformat.write.remote_shared import RemoteShared
 from kvformat.write.remote_workers import find_runs as find_remote
 from kvformat.write.run import RunIdentity, SameFile, run_differs
 from kvformat.write.shared import Shared
-from kvformat.write.spool import SpoolFiles, spool_directory
+from kvformat.write.spool import SpoolFiles
+from kvformat.write.spool_places import spool_directory
 from kvformat.write.worker_state import Phase, WorkerState
 from kvformat.write.workshop import Workshop
 

@@ -13,7 +13,8 @@ from kvformat.storage.local_write import LocalFiles
 from kvformat.storage.remote import Remote
 from kvformat.storage.store import MissingFault, StoreFault
 from kvformat.write.remote_workers import STATE_NBYTES
-from kvformat.write.spool import dead_spools, plan_of, sweep, worker_of
+from kvformat.write.spool import dead_spools, sweep
+from kvformat.write.spool_places import plan_of, worker_of
 from kvformat.write.worker_state import WorkerState
 
 __all__ = ["forget", "forget_dead", "sweep_dead"]

@@ -18,7 +18,7 @@ from kvformat.write.found import FoundRun
 from kvformat.write.parallel import side_by_side
 from kvformat.write.remote_receipts import kept_plans
 from kvformat.write.run import RunIdentity
-from kvformat.write.spool import spool_of
+from kvformat.write.spool_places import spool_of
 from kvformat.write.worker_state import Liveness, Worker, WorkerState, liveness_of
 
 __all__ = ["RUN_NBYTES", "STATE_NBYTES", "find_new_runs", "find_runs", "list_or_none", "read_run", "workers_of"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import secrets
 import time
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +16,8 @@ from kvformat.errors import KVFormatError, make_error
 from kvformat.storage.faults import translate, translated
 from kvformat.storage.lease import DirectoryLease, exclusive
 from kvformat.storage.local_write import LocalFiles
-from kvformat.storage.location import local_path
 from kvformat.write.finisher import MOST_WAITING
+from kvformat.write.spool_places import spool_of, spools, url_digest, worker_of
 from kvformat.write.worker_state import STALE_S, WorkerState
 
 __all__ = [
@@ -25,21 +25,14 @@ __all__ = [
     "Spool",
     "SpoolFiles",
     "dead_spools",
-    "default_spool",
-    "plan_of",
     "remove_spool",
-    "spool_directory",
-    "spool_of",
-    "spools",
     "state_of",
     "sweep",
-    "worker_of",
 ]
 
 MOST_SHARDS = 1 + MOST_WAITING
 """Shards in a spool at once: the one in work, and the finished ones a writer goes on before."""
 
-_DIRECTORY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-(?P<token>[0-9a-f]{8})(?:-(?P<rank>[0-9]+))?")
 _FILE = re.compile(r"[0-9]{8}\.(shard|part)")
 _BUSY_TIMEOUT_S = 60.0
 
@@ -95,11 +88,11 @@ class Spool:
             E200, E207 where no directory can be made.
         """
         _make_base(base)
-        path = base / f"{_digest(url)}-{plan}-{secrets.token_hex(4)}"
+        path = base / f"{url_digest(url)}-{plan}-{secrets.token_hex(4)}"
         if worker is not None:
             path = spool_of(base, url, plan, worker)
         # Nobody sweeps between making the directory and taking its lease.
-        with exclusive(base, timeout_s=_BUSY_TIMEOUT_S, refusal=lambda: _busy(base)):
+        with _alone(base):
             _sweep(files, base, forgotten)
             try:
                 files.make_dir(path)
@@ -144,62 +137,6 @@ class Spool:
             self._lease.release()
 
 
-def default_spool() -> Path:
-    """``kvformat/spool`` in the user's cache directory: ``$XDG_CACHE_HOME``, or ``~/.cache``.
-
-    Raises
-    ------
-    UsageError
-        E081 where the user has no home directory.
-    """
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if named.is_absolute():  # any other value is to be ignored, says the specification of these directories
-        return named / "kvformat" / "spool"
-    try:
-        return Path.home() / ".cache" / "kvformat" / "spool"
-    except RuntimeError:
-        raise make_error("E081", "no home directory is known: say where the spool may be (spool=, --spool)") from None
-
-
-def spool_directory(spool: str | os.PathLike[str] | None) -> Path:
-    """Where spools are to be: as given, or :func:`default_spool`; E081 for a path that makes no sense."""
-    return default_spool() if spool is None else local_path(spool)
-
-
-def spools(base: Path, url: str | None = None) -> list[Path]:
-    """Spool directories below ``base``, sorted; only those of a URL, where one is given."""
-    prefix = "" if url is None else f"{_digest(url)}-"
-    with translated(base):
-        try:
-            entries = sorted(base.iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return [
-            path
-            for path in entries
-            if _DIRECTORY.fullmatch(path.name)
-            and path.name.startswith(prefix)
-            and path.is_dir()
-            and not path.is_symlink()
-        ]
-
-
-def spool_of(base: Path, url: str, plan: str, worker: WorkerState) -> Path:
-    """Where the spool directory of one worker is."""
-    return base / f"{_digest(url)}-{plan}-{worker.token}-{worker.rank}"
-
-
-def plan_of(path: Path) -> str:
-    """Digest of the plan, or key of the run, a spool directory is for."""
-    return path.name.split("-")[1]
-
-
-def worker_of(path: Path) -> str | None:
-    """Name of what the worker of a spool directory says of itself; None where workers share nothing."""
-    match = _DIRECTORY.fullmatch(path.name)
-    return None if match is None or match["rank"] is None else f"worker-{match['rank']}-{match['token']}.json"
-
-
 def dead_spools(base: Path, url: str) -> list[Path]:
     """Spool directories of a URL's workers that are dead for certain.
 
@@ -211,7 +148,7 @@ def dead_spools(base: Path, url: str) -> list[Path]:
         E002 where there is no such directory.
     """
     # Nobody begins meanwhile: a directory without a lease is a dead one's.
-    with exclusive(base, timeout_s=_BUSY_TIMEOUT_S, refusal=lambda: _busy(base)):
+    with _alone(base):
         return [path for path in spools(base, url) if worker_of(path) is not None and _is_dead(path)]
 
 
@@ -233,7 +170,7 @@ def sweep(files: LocalFiles, base: Path, forgotten: Collection[Path]) -> None:
     DamageError
         E002 where there is no such directory.
     """
-    with exclusive(base, timeout_s=_BUSY_TIMEOUT_S, refusal=lambda: _busy(base)):
+    with _alone(base):
         _sweep(files, base, forgotten)
 
 
@@ -260,32 +197,34 @@ def _empty(files: LocalFiles, path: Path) -> int:
     return freed
 
 
+@contextlib.contextmanager
+def _held_if_dead(path: Path) -> Iterator[bool]:
+    """Whether the writer of a directory is dead for certain, which is held for the block then."""
+    lease = DirectoryLease.take(path)
+    try:
+        yield state_of(lease) == "abandoned"
+    finally:
+        if lease is not None:
+            lease.release()
+
+
 def _is_dead(path: Path) -> bool:
     try:
-        lease = DirectoryLease.take(path)
+        with _held_if_dead(path) as dead:
+            return dead
     except KVFormatError:  # another user's, perhaps
         return False
-    if lease is None:
-        return False
-    lease.release()
-    return lease.supported
 
 
 def _sweep(files: LocalFiles, base: Path, forgotten: Collection[Path]) -> None:
     for path in spools(base):
-        with contextlib.suppress(KVFormatError, OSError):  # another user's, perhaps: no reason not to write
-            lease = DirectoryLease.take(path)
-            if lease is None:
+        with contextlib.suppress(KVFormatError, OSError), _held_if_dead(path) as dead:  # another user's, perhaps
+            if not dead:
                 continue
-            try:
-                if not lease.supported:
-                    continue
-                if worker_of(path) is None or path in forgotten or time.time() - path.stat().st_mtime > STALE_S:
-                    remove_spool(files, path)
-                else:
-                    _empty(files, path)
-            finally:
-                lease.release()
+            if worker_of(path) is None or path in forgotten or time.time() - path.stat().st_mtime > STALE_S:
+                remove_spool(files, path)
+            else:
+                _empty(files, path)
 
 
 def _make_base(base: Path) -> None:
@@ -298,9 +237,7 @@ def _make_base(base: Path) -> None:
         raise translate(error, base) from error
 
 
-def _busy(base: Path) -> KVFormatError:
-    return make_error("E117", f"other writers keep the spool busy for more than {_BUSY_TIMEOUT_S:.0f} s", path=base)
-
-
-def _digest(url: str) -> str:
-    return hashlib.sha256(url.encode()).hexdigest()[:16]
+def _alone(base: Path) -> AbstractContextManager[object]:
+    """Nobody else makes or sweeps directories below ``base`` meanwhile; E117 where others keep it busy, E002."""
+    message = f"other writers keep the spool busy for more than {_BUSY_TIMEOUT_S:.0f} s"
+    return exclusive(base, timeout_s=_BUSY_TIMEOUT_S, refusal=lambda: make_error("E117", message, path=base))

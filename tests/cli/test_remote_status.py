@@ -56,9 +56,9 @@ def one_shard(writer: kvformat.Writer) -> None:
 
 def left_behind(base: Path, plan: str, url: str = URL) -> Path:
     """A spool as a killed writer leaves it."""
-    from kvformat.write.spool import _digest
+    from kvformat.write.spool_places import url_digest
 
-    path = base / f"{_digest(url)}-{plan}-{'c' * 8}"
+    path = base / f"{url_digest(url)}-{plan}-{'c' * 8}"
     path.mkdir(parents=True)
     (path / "00000003.shard").write_bytes(b"123")
     return path

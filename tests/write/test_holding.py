@@ -17,7 +17,7 @@ from kvformat.write import joining
 from kvformat.write.holding import hold_staged
 from kvformat.write.opening import find_runs
 from kvformat.write.sealing import seal
-from kvformat.write.spool import spools
+from kvformat.write.spool_places import spools
 from kvformat.write.worker_state import SAID_EVERY_S
 from tests.write.place import Place
 from tests.write.planning import SmallPlan, make, remote, work

@@ -19,7 +19,8 @@ from kvformat.storage.remote_options import RemoteOptions
 from kvformat.storage.store import DeniedFault, ExistsFault
 from kvformat.testing.memory_store import MemoryStore
 from kvformat.write import remote_target
-from kvformat.write.spool import SpoolFiles, default_spool, spools
+from kvformat.write.spool import SpoolFiles
+from kvformat.write.spool_places import default_spool, spools
 from tests.write.make import ids, kv, read, tree, writer
 
 RECORDS = 9

@@ -16,7 +16,8 @@ from kvformat.write.holding import hold_staged
 from kvformat.write.opening import find_runs
 from kvformat.write.remote_dead import forget_dead, sweep_dead
 from kvformat.write.sealing import seal
-from kvformat.write.spool import Spool, SpoolFiles, dead_spools, spools
+from kvformat.write.spool import Spool, SpoolFiles, dead_spools
+from kvformat.write.spool_places import spools
 from kvformat.write.worker_state import STALE_S
 from tests.write.place import Place
 from tests.write.planning import SmallPlan, fill, make, remote, work

@@ -22,7 +22,7 @@ from kvformat.write.opening import find_runs
 from kvformat.write.receipt_file import decode_receipt, encode_receipt
 from kvformat.write.run import differences
 from kvformat.write.sealing import seal
-from kvformat.write.spool import spools
+from kvformat.write.spool_places import spools
 from kvformat.write.staging import Receipt, SkippedDocument
 from tests.write.place import Place
 from tests.write.planning import COVERED, SmallPlan, fill, make, opened, remote, run_of, simple, work
