@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -28,8 +27,9 @@ from kvformat.extract import (
 )
 from kvformat.extract.options import ModelOptions, PlanOptions, SourceOptions, TargetOptions, WorkOptions
 from kvformat.interfaces import Extracted
-from kvformat.spec.context import Context, Text, differences
+from kvformat.spec.context import Context, differences
 from kvformat.spec.schema import Schema
+from tests.extract.arithmetic import Arithmetic
 from tests.models import live_attention, save_tiny, tiny_model, tiny_tokenizer, write_documents
 
 SHARD = 12 << 10  # a record of the tiny model takes one or two pages: a few records a shard
@@ -76,29 +76,6 @@ class Watcher:
         self.nbytes += nbytes
         if sum(event.computed for event in self.events) == self.interrupt_after:
             raise KeyboardInterrupt
-
-
-class Arithmetic:
-    """An extractor without a model: K and V are the token ids, and every call is kept."""
-
-    schema = Schema.uniform(num_layers=2, num_kv_heads=1, head_dim=256, dtype="F32")
-    context = Context.unknown()
-    text = Text()
-    provenance: dict[str, str] = {}  # noqa: RUF012 - read only
-    files: dict[str, bytes] = {}  # noqa: RUF012 - read only
-    max_tokens = None
-
-    def __init__(self) -> None:
-        self.calls: list[list[list[int]]] = []
-
-    def extract(self, given: Any) -> list[Extracted]:
-        self.calls.append([document.token_ids.tolist() for document in given])
-        found = []
-        for document in given:
-            ids = torch.from_numpy(document.token_ids.astype(np.float32))
-            key = ids[None, :, None, None].expand(2, -1, 1, 256)
-            found.append(Extracted(components={"k": key, "v": -key}, extras={}))
-        return found
 
 
 def plan_of(path: Path, token_lists: list[list[int]], *, schema: Schema = Arithmetic.schema, **options: Any) -> Plan:

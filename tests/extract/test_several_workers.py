@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,41 +26,11 @@ from kvformat.errors import ConflictError, IdentityError, KVFormatWarning, Usage
 from kvformat.extract import HuggingFaceExtractor, Plan, Tokeniser, extract_plan, make_plan, open_plan, run
 from kvformat.extract.progress import Silent
 from kvformat.interfaces import Extracted
-from kvformat.spec.context import Context, Text
-from kvformat.spec.schema import Schema
+from tests.extract.arithmetic import Arithmetic
 from tests.models import save_tiny, write_documents
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARD = 32 << 10  # two records of three tokens
-
-
-class Arithmetic:
-    """An extractor without a model: K and V are the token ids."""
-
-    schema = Schema.uniform(num_layers=2, num_kv_heads=1, head_dim=256, dtype="F32")
-    context = Context.unknown()
-    text = Text()
-    files: dict[str, bytes] = {}  # noqa: RUF012 - read only
-    max_tokens = None
-
-    def __init__(self, *, wrong: Collection[int] = (), batched: float = 0.0, **provenance: str) -> None:
-        self.provenance = provenance
-        self.first: list[int] = []
-        self._wrong = wrong
-        self._batched = batched
-
-    def extract(self, given: Any) -> list[Extracted]:
-        found = []
-        for document in given:
-            self.first.append(int(document.token_ids[0]))
-            ids = torch.from_numpy(document.token_ids.astype(np.float32))
-            key = ids[None, :, None, None].expand(2, -1, 1, 256).clone()
-            if len(given) > 1:
-                key += self._batched
-            if self.first[-1] in self._wrong:
-                key[1, 0, 0, 7] = torch.nan
-            found.append(Extracted(components={"k": key, "v": -key}, extras={}))
-        return found
 
 
 @pytest.fixture

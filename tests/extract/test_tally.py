@@ -7,9 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from kvformat.cli.progress import Nothing
 from kvformat.cli.watch import Watch
@@ -17,40 +15,11 @@ from kvformat.errors import KVFormatWarning
 from kvformat.extract import Plan, Tokeniser, extract_plan, make_plan
 from kvformat.extract.progress import Share, Silent
 from kvformat.extract.tally import Tally
-from kvformat.interfaces import Extracted
-from kvformat.spec.context import Context, Text
-from kvformat.spec.schema import Schema
+from tests.extract.arithmetic import ShallowArithmetic
 from tests.models import write_documents
 
 LENGTHS = (40, 3, 60, 1, 25, 7, 90, 2, 33)
 """Of the documents, each a shard: no two are of one size."""
-
-
-class Arithmetic:
-    """K and V are the token ids."""
-
-    schema = Schema.uniform(num_layers=1, num_kv_heads=1, head_dim=256, dtype="F32")
-    context = Context.unknown()
-    text = Text()
-    files: dict[str, bytes] = {}  # noqa: RUF012 - read only
-    provenance: dict[str, str] = {}  # noqa: RUF012 - read only
-    max_tokens = None
-
-    def __init__(self, *, wrong: tuple[int, ...] = (), meanwhile: Any = None) -> None:
-        self._wrong = wrong
-        self._meanwhile = meanwhile
-
-    def extract(self, given: Any) -> list[Extracted]:
-        found = []
-        for document in given:
-            if self._meanwhile is not None:
-                self._meanwhile(int(document.token_ids[0]))
-            ids = torch.from_numpy(document.token_ids.astype(np.float32))
-            key = ids[None, :, None, None].expand(1, -1, 1, 256).clone()
-            if int(document.token_ids[0]) in self._wrong:
-                key[0, 0, 0, 0] = torch.nan
-            found.append(Extracted(components={"k": key, "v": -key}, extras={}))
-        return found
 
 
 class StopError(Exception):
@@ -78,7 +47,7 @@ class Shown(Watch):
 def plan_of(path: Path, *, slots: int = 1) -> Plan:
     lines = [{"id": f"r{n}", "token_ids": [n] * length} for n, length in enumerate(LENGTHS)]
     documents = write_documents(path / "d.jsonl", lines)
-    return make_plan(documents, Tokeniser(None), schema=Arithmetic.schema, shard_slots=slots)
+    return make_plan(documents, Tokeniser(None), schema=ShallowArithmetic.schema, shard_slots=slots)
 
 
 @pytest.fixture
@@ -88,7 +57,7 @@ def plan(tmp_path: Path) -> Plan:
 
 def interrupted(plan: Plan, out: Path, after: int, **options: Any) -> None:
     with pytest.raises(StopError):
-        extract_plan(Arithmetic(**options.pop("extractor", {})), plan, out, progress=Shown(after), **options)
+        extract_plan(ShallowArithmetic(**options.pop("extractor", {})), plan, out, progress=Shown(after), **options)
 
 
 def sizes(plan: Plan, ordinals: Any) -> int:
@@ -109,7 +78,7 @@ def test_counts_of_resumed_workers_are_all_there_is(plan: Plan, tmp_path: Path, 
             together.wait(60)
 
     def work(rank: int) -> None:
-        extractor = Arithmetic(meanwhile=wait)
+        extractor = ShallowArithmetic(wait)
         extract_plan(extractor, plan, tmp_path / "ds", rank=rank, world_size=world_size, progress=watches[rank])
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -131,9 +100,9 @@ def test_what_another_worker_finished_first_counts_as_its_own(plan: Plan, tmp_pa
 
     def meanwhile(_first: int) -> None:
         if not quick.extracted:
-            extract_plan(Arithmetic(), plan, tmp_path / "ds", rank=1, world_size=2, progress=quick)
+            extract_plan(ShallowArithmetic(), plan, tmp_path / "ds", rank=1, world_size=2, progress=quick)
 
-    extract_plan(Arithmetic(meanwhile=meanwhile), plan, tmp_path / "ds", rank=0, world_size=2, progress=slow)
+    extract_plan(ShallowArithmetic(meanwhile), plan, tmp_path / "ds", rank=0, world_size=2, progress=slow)
     assert (quick.shards, quick.records, quick.nbytes) == (plan.num_shards, plan.num_records, plan.nbytes)
     assert (slow.shards, slow.records, slow.tokens, slow.nbytes) == (0, 0, 0, 0)
     assert slow.elsewhere_nbytes == plan.nbytes
@@ -149,7 +118,7 @@ def test_a_damaged_shard_that_is_made_again_is_counted_once(plan: Plan, tmp_path
     damaged.write_bytes(data)
     watch = Shown()
     with pytest.warns(KVFormatWarning, match="W006"):
-        extract_plan(Arithmetic(), plan, tmp_path / "ds", progress=watch)
+        extract_plan(ShallowArithmetic(), plan, tmp_path / "ds", progress=watch)
     assert watch.resumed_nbytes == sizes(plan, {0, 1, 3, 4})
     assert watch.total == plan.nbytes
     assert watch.shards == plan.num_shards - 4
@@ -160,7 +129,7 @@ def test_what_was_skipped_counts_nowhere(tmp_path: Path) -> None:
     options: dict[str, Any] = {"on_error": "skip", "allow_skips": True}
     interrupted(plan, tmp_path / "ds", 5, extractor={"wrong": (0, 8)}, **options)
     watch = Shown()
-    found = extract_plan(Arithmetic(wrong=(0, 8)), plan, tmp_path / "ds", progress=watch, **options)
+    found = extract_plan(ShallowArithmetic(wrong=(0, 8)), plan, tmp_path / "ds", progress=watch, **options)
     assert len(found.manifest.skipped) == 2
     stored = [found.index.shard(n).size - plan.header_size for n in range(plan.num_shards)]
     assert watch.resumed_nbytes == sum(stored[:2]) < sizes(plan, range(2))

@@ -8,9 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
 
 import kvformat
@@ -22,40 +20,15 @@ from kvformat.extract.progress import Silent
 from kvformat.extract.publishing import seal_in_turn
 from kvformat.extract.standing import Clock
 from kvformat.extract.working import make_shards
-from kvformat.interfaces import Extracted
 from kvformat.loader.world import World
-from kvformat.spec.context import Context, Text
-from kvformat.spec.schema import Schema
 from kvformat.write.opening import open_workshop
 from kvformat.write.worker_state import STALE_S, Worker, WorkerState
 from kvformat.write.workshop import Workshop
+from tests.extract.arithmetic import ShallowArithmetic
 from tests.models import write_documents
 
 RECORDS = 12
 A_SHARD = 4  # records
-
-
-class Arithmetic:
-    """K and V are the token ids. ``seen`` is told each document's first one."""
-
-    schema = Schema.uniform(num_layers=1, num_kv_heads=1, head_dim=256, dtype="F32")
-    context = Context.unknown()
-    text = Text()
-    files: dict[str, bytes] = {}  # noqa: RUF012 - read only
-    provenance: dict[str, str] = {}  # noqa: RUF012 - read only
-    max_tokens = None
-
-    def __init__(self, seen: Callable[[int], object] = lambda _: None) -> None:
-        self._seen = seen
-
-    def extract(self, given: Any) -> list[Extracted]:
-        found = []
-        for document in given:
-            self._seen(int(document.token_ids[0]))
-            ids = torch.from_numpy(document.token_ids.astype(np.float32))
-            key = ids[None, :, None, None].expand(1, -1, 1, 256).clone()
-            found.append(Extracted(components={"k": key, "v": -key}, extras={}))
-        return found
 
 
 class Time:
@@ -79,11 +52,13 @@ def plan(tmp_path: Path) -> Plan:
     documents = write_documents(
         tmp_path / "d.jsonl", [{"id": f"r{number}", "token_ids": [number]} for number in range(RECORDS)]
     )
-    return make_plan(documents, Tokeniser(None), schema=Arithmetic.schema, shard_nbytes=32 << 10, shard_slots=A_SHARD)
+    return make_plan(
+        documents, Tokeniser(None), schema=ShallowArithmetic.schema, shard_nbytes=32 << 10, shard_slots=A_SHARD
+    )
 
 
 def joined(plan: Plan, out: Path, rank: int, **options: Any) -> Workshop:
-    run, covered = identity_of(Arithmetic(), plan, tag="", batches="single")
+    run, covered = identity_of(ShallowArithmetic(), plan, tag="", batches="single")
     return open_workshop(out, run, plan, covered=covered, rank=rank, world_size=2, **options)
 
 
@@ -91,7 +66,7 @@ def make(workshop: Workshop, plan: Plan, time: Time, seen: Callable[[int], objec
     make_shards(
         workshop,
         plan,
-        Arithmetic(seen),
+        ShallowArithmetic(seen),
         world=World(workshop.state.rank, 2),
         allow_non_finite=(),
         batches=Batches(together=False, recorded="single"),
@@ -112,7 +87,7 @@ def at(workshop: Workshop, done: int) -> None:
 
 def test_what_a_hung_worker_has_in_hand_is_made_by_another(plan: Plan, tmp_path: Path) -> None:
     assert plan.num_shards == RECORDS // A_SHARD
-    expected = extract_plan(Arithmetic(), plan, tmp_path / "one").id
+    expected = extract_plan(ShallowArithmetic(), plan, tmp_path / "one").id
     time, begun = Time(), {}
     with joined(plan, tmp_path / "ds", 0) as hung, joined(plan, tmp_path / "ds", 1) as worker:
         at(hung, 3)

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,11 +23,9 @@ import kvformat
 from kvformat.errors import KVFormatError
 from kvformat.extract import Plan, Tokeniser, extract_plan, make_plan, open_plan
 from kvformat.extract.progress import Silent
-from kvformat.interfaces import Extracted
-from kvformat.spec.context import Context, Text
-from kvformat.spec.schema import Schema
 from kvformat.storage.local_write import LocalFiles
 from kvformat.write import opening
+from tests.extract.arithmetic import Arithmetic
 from tests.models import write_documents
 from tests.reliability.racing import race, run_race
 
@@ -37,27 +34,6 @@ MODULE = "tests.reliability.test_extracting_workers"
 RECORDS = 26
 KILLS = 30
 _VERBS = frozenset({"create", "link", "make_dir", "remove_dir", "sync", "sync_dir", "unlink", "write"})
-
-
-class Arithmetic:
-    """An extractor without a model: K and V follow from the token ids; NaN for a document that begins with 255."""
-
-    schema = Schema.uniform(num_layers=2, num_kv_heads=1, head_dim=256, dtype="F32")
-    context = Context.unknown()
-    text = Text()
-    files: dict[str, bytes] = {}  # noqa: RUF012 - read only
-    provenance: dict[str, str] = {}  # noqa: RUF012 - read only
-    max_tokens = None
-
-    def extract(self, given: Any) -> list[Extracted]:
-        found = []
-        for document in given:
-            ids = torch.from_numpy(document.token_ids.astype(np.float32))
-            key = ids[None, :, None, None].expand(2, -1, 1, 256).clone()
-            if document.token_ids[0] == 255:
-                key[1, 0, 0, 7] = torch.nan
-            found.append(Extracted(components={"k": key, "v": -key}, extras={}))
-        return found
 
 
 # ----------------------------------------------------------------------------------------- what runs in the processes
@@ -102,7 +78,9 @@ def extract(plan: str, out: str, rank: int, world_size: int, last: int | None = 
     opening.LocalFiles = lambda: Disk(steps)  # type: ignore[attr-defined,misc,assignment]
     planned = open_plan(plan)
     try:
-        dataset = extract_plan(Arithmetic(), planned, out, rank=rank, world_size=world_size, progress=Records(steps))
+        dataset = extract_plan(
+            Arithmetic(wrong=(255,)), planned, out, rank=rank, world_size=world_size, progress=Records(steps)
+        )
     except KVFormatError as error:
         return {"code": error.code, "record": error.record, "layer": error.layer, "kind": type(error).__name__}
     return {"id": dataset.id, "steps": steps.count}
@@ -236,7 +214,7 @@ def kill_until_published(server: Server, out: Path, identity: str, total: int, c
 def test_workers_killed_at_thirty_points_make_the_undisturbed_dataset(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     assert plan.num_shards >= 10
-    identity = extract_plan(Arithmetic(), plan, tmp_path / "undisturbed", rank=0, world_size=1).id
+    identity = extract_plan(Arithmetic(wrong=(255,)), plan, tmp_path / "undisturbed", rank=0, world_size=1).id
     server, chance = Server(tmp_path / "plan"), random.Random(0)
     try:
         [alone] = server.run(tmp_path / "alone", [None])

@@ -23,18 +23,6 @@ from tests.write.place import Place
 from tests.write.planning import SmallPlan, make, remote, work
 
 
-@pytest.fixture(params=["local", "remote"])
-def place(request, tmp_path):
-    place = Place(request.param, tmp_path)
-    yield place
-    place.close()
-
-
-@pytest.fixture
-def plan():
-    return SmallPlan()
-
-
 def left(place, plan, *, tag="", ordinals=(0, 2)):
     """Work of a run that nobody is at any more."""
     with place.opened(plan, changes={"tag": tag}) as workshop:

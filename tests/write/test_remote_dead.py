@@ -20,7 +20,7 @@ from kvformat.write.spool import Spool, SpoolFiles, dead_spools
 from kvformat.write.spool_places import spools
 from kvformat.write.worker_state import STALE_S
 from tests.write.place import Place
-from tests.write.planning import SmallPlan, fill, make, remote, work
+from tests.write.planning import fill, make, remote, work
 
 
 @pytest.fixture
@@ -28,11 +28,6 @@ def place(tmp_path):
     place = Place("remote", tmp_path)
     yield place
     place.close()
-
-
-@pytest.fixture
-def plan():
-    return SmallPlan()
 
 
 def killed(workshop):

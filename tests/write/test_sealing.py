@@ -23,11 +23,6 @@ from kvformat.write.workshop import Workshop
 from tests.write.planning import COVERED, SmallPlan, fill, make, opened, remote, run_of, simple, work
 
 
-@pytest.fixture
-def plan():
-    return SmallPlan()
-
-
 @pytest.fixture(params=["local", "remote"])
 def target(request, tmp_path):
     if request.param == "local":

@@ -28,18 +28,6 @@ from tests.write.place import Place
 from tests.write.planning import COVERED, SmallPlan, fill, make, opened, remote, run_of, simple, work
 
 
-@pytest.fixture(params=["local", "remote"])
-def place(request, tmp_path):
-    place = Place(request.param, tmp_path)
-    yield place
-    place.close()
-
-
-@pytest.fixture
-def plan():
-    return SmallPlan()
-
-
 def code_of(call, *args, **options):
     with pytest.raises(KVFormatError) as caught:
         call(*args, **options)
