@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvformat.cli import options, output
-from kvformat.cli.group import FAULTS, exit_code_of_prepared
+from kvformat.cli.group import FAULTS, looking_at_prepared
 from kvformat.cli.progress import meter
 from kvformat.cli.quiet import quiet_libraries
-from kvformat.errors import KVFormatError
 
 if TYPE_CHECKING:
     from kvformat.extract.join_report import JoinFinding, JoinReport
@@ -82,13 +81,8 @@ def check_documents(
         tokenizer = load_tokenizer(model, revision=revision)
     with meter(phases=False) as shown:
         shown.begin("comparing documents")
-        try:
+        with looking_at_prepared(as_json=as_json, path=documents):
             report = compare(dataset, documents, tokenizer=tokenizer, subset=subset, values=values, limit=limit)
-        except KVFormatError as error:
-            if error.path != documents:
-                raise
-            output.report(error, as_json=as_json)
-            raise typer.Exit(exit_code_of_prepared(error)) from None
     if as_json:
         output.emit_json(_document(report))
     else:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from kvformat.cli import (
+    extracted,
     model_options,
     options,
     output,
@@ -21,15 +22,12 @@ from kvformat.cli import (
 from kvformat.cli.busy import Machine, hint
 from kvformat.cli.group import INTERRUPTED
 from kvformat.cli.headers import header_nbytes, header_warning
-from kvformat.cli.load_time import LoadTime, load_time
+from kvformat.cli.load_time import load_time
 from kvformat.cli.progress import meter
 from kvformat.cli.quiet import quiet_libraries
 from kvformat.cli.watch import Watch
 from kvformat.errors import KVFormatError, make_error
 from kvformat.spec.paths import ROOT
-
-if TYPE_CHECKING:
-    from kvformat.read.dataset import Dataset
 
 __all__ = ["extract"]
 
@@ -247,10 +245,9 @@ def extract(
 
         advice = hint(before, threads=threads or threads_used(), spent=watch.spent)
     if as_json:
-        document = _document(dataset, watch, saved) | own_share.counts(watch, world)
-        output.emit_json({**document, "hint": advice})
+        output.emit_json(extracted.document(dataset, watch, world, saved) | {"hint": advice})
     else:
-        output.emit(*_lines(dataset, watch, saved), *([] if advice is None else [f"    {advice}"]))
+        output.emit(*extracted.lines(dataset, watch, saved), *([] if advice is None else [f"    {advice}"]))
         if world.size > 1:
             output.emit(own_share.line(watch, world))
 
@@ -285,59 +282,3 @@ def _left(out: str, storage_options: dict[str, Any]) -> str:
     if kept:
         return "finished shards are kept, the same command resumes after them"
     return "no shard was finished, the same command begins anew"
-
-
-def _document(dataset: Dataset, watch: Watch, saved: LoadTime | None) -> dict[str, Any]:
-    import msgspec
-
-    return {
-        "ok": True,
-        "location": dataset.location,
-        "id": dataset.id,
-        "records": len(dataset),
-        "names": dataset.num_names,
-        "tokens": dataset.num_tokens,
-        "nbytes": dataset.nbytes,
-        "already_finished": not watch.extracted,
-        "computed_tokens": watch.tokens,
-        "computed_nbytes": watch.nbytes,
-        "resumed_nbytes": watch.resumed_nbytes,
-        "elsewhere_nbytes": watch.elsewhere_nbytes,
-        "skipped": len(dataset.manifest.skipped),
-        "times": None if watch.spent is None else msgspec.to_builtins(watch.spent),
-        "limited_by": watch.limit,
-        "load_time": None if saved is None else msgspec.to_builtins(saved),
-        "seconds": round(watch.seconds, 3) if watch.extracted else 0,
-    }
-
-
-def _lines(dataset: Dataset, watch: Watch, saved: LoadTime | None) -> list[str]:
-    done = "published" if watch.extracted else "already finished, with equal plan and context"
-    counts = ", ".join(
-        output.counted(count, noun)
-        for count, noun in ((len(dataset), "record"), (dataset.num_names, "name"), (dataset.num_tokens, "token"))
-    )
-    lines = [
-        f"{done}: {output.plain(dataset.location)}",
-        f"    id {dataset.id}",
-        f"    {counts}, {output.size_text(dataset.nbytes)}",
-    ]
-    if not watch.extracted:
-        largest = max(dataset.index.shard(ordinal).size for ordinal in range(dataset.manifest.totals.shards))
-        lines.append(
-            f"    its shards are of up to {output.size_text(largest)}; shard size, batch size, device and attention "
-            "implementation were not compared"
-        )
-    else:
-        kept = f", {output.size_text(watch.resumed_nbytes)} kept from before" if watch.resumed_nbytes else ""
-        others = f", {output.size_text(watch.elsewhere_nbytes)} by other workers" if watch.elsewhere_nbytes else ""
-        computed = f"computed {output.size_text(watch.nbytes)} in {watch.seconds:.1f} s: {watch.rates()}"
-        lines.append(f"    {computed}{kept}{others}")
-        if watch.nbytes and watch.spent is not None:
-            lines.append(f"    {watch.spent}")
-        if saved is not None:
-            lines.append(f"    {saved}")
-    skipped = len(dataset.manifest.skipped)
-    if skipped:
-        lines.append(f"    {output.counted(skipped, 'document')} skipped: the manifest lists them, with the reasons")
-    return lines

@@ -18,7 +18,7 @@ from kvformat.codes import CODES
 from kvformat.errors import KVFormatError, KVFormatWarning, UsageError, make_error
 from kvformat.storage.faults import translate
 
-__all__ = ["EXIT_CODES", "FAILED", "FAULTS", "INTERRUPTED", "USAGE", "Commands", "exit_code", "exit_code_of_prepared"]
+__all__ = ["EXIT_CODES", "FAILED", "FAULTS", "INTERRUPTED", "USAGE", "Commands", "exit_code", "looking_at_prepared"]
 
 FAULTS = 1
 USAGE = 2
@@ -50,13 +50,21 @@ def exit_code(error: KVFormatError, *, looking: bool) -> int:
     return FAULTS if looking and CODES[error.code].kind == "reader" else FAILED
 
 
-def exit_code_of_prepared(error: KVFormatError) -> int:
-    """Exit code for an error of the plan or documents file that a command looks at.
+@contextmanager
+def looking_at_prepared(*, as_json: bool, path: str | None = None) -> Iterator[None]:
+    """A block that looks at a plan or documents file, and at nothing else, or else at ``path``.
 
-    Of a dataset, E002 is a file that it lacks; here nothing is there at all. E307 is what was found in it.
+    Their errors end the command with other codes than a dataset's: of that, E002 is a file that it lacks, here nothing
+    is there at all. E307 is what was found in it.
     """
-    codes = {"E002": FAILED, "E307": FAULTS}
-    return codes.get(error.code, exit_code(error, looking=True))
+    try:
+        yield
+    except KVFormatError as error:
+        if path is not None and error.path != path:
+            raise
+        output.report(error, as_json=as_json)
+        codes = {"E002": FAILED, "E307": FAULTS}
+        raise typer.Exit(codes.get(error.code, exit_code(error, looking=True))) from None
 
 
 class Commands(TyperGroup):

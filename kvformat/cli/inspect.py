@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvformat.cli import options, output
-from kvformat.cli.group import exit_code_of_prepared
+from kvformat.cli.group import looking_at_prepared
 from kvformat.cli.headers import header_nbytes
-from kvformat.errors import KVFormatError, make_error
+from kvformat.errors import make_error
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,11 +63,8 @@ def inspect(
         if record is not None or number is not None:
             what = {"plan": "a plan", "documents": "a documents file"}[kind]
             raise make_error("E081", f"this is {what}, and --record, --number show what a dataset holds", path=path)
-        try:
+        with looking_at_prepared(as_json=as_json):
             show_prepared(kind, path, as_json=as_json)
-        except KVFormatError as error:
-            output.report(error, as_json=as_json)
-            raise typer.Exit(exit_code_of_prepared(error)) from None
         return
     dataset = open_dataset(path, storage_options=storage_options)
     key = record if number is None else number

@@ -12,12 +12,18 @@ if TYPE_CHECKING:
     from kvformat.loader.world import World
     from kvformat.read.dataset import Dataset
 
-__all__ = ["counts", "line", "tell"]
+__all__ = ["document", "line", "tell"]
 
 
-def counts(watch: Watch, world: World) -> dict[str, int | None]:
-    """Which worker this is, what it computed, and what it did not have to."""
+def document(watch: Watch, world: World, dataset: Dataset) -> dict[str, Any]:
+    """For programs: which worker this is, what it computed, and what it did not have to."""
+    import msgspec
+
     return {
+        "ok": True,
+        "location": dataset.location,
+        "id": dataset.id,
+        "already_finished": not watch.extracted,
         "rank": world.rank,
         "world_size": world.size,
         "computed_shards": watch.shards,
@@ -26,6 +32,9 @@ def counts(watch: Watch, world: World) -> dict[str, int | None]:
         "computed_nbytes": watch.nbytes,
         "resumed_nbytes": watch.resumed_nbytes,
         "elsewhere_nbytes": watch.elsewhere_nbytes,
+        "times": None if watch.spent is None else msgspec.to_builtins(watch.spent),
+        "limited_by": watch.limit,
+        "seconds": round(watch.seconds, 3) if watch.extracted else 0,
     }
 
 
@@ -46,19 +55,7 @@ def tell(watch: Watch, world: World, dataset: Dataset, *, as_json: bool) -> None
 
     Workers may have one standard output in common: a document is one line there.
     """
-    if not as_json:
+    if as_json:
+        output.emit(json.dumps(document(watch, world, dataset), allow_nan=False))
+    else:
         output.emit(line(watch, world))
-        return
-    import msgspec
-
-    document: dict[str, Any] = {
-        "ok": True,
-        "location": dataset.location,
-        "id": dataset.id,
-        "already_finished": not watch.extracted,
-        **counts(watch, world),
-        "times": None if watch.spent is None else msgspec.to_builtins(watch.spent),
-        "limited_by": watch.limit,
-        "seconds": round(watch.seconds, 3) if watch.extracted else 0,
-    }
-    output.emit(json.dumps(document, allow_nan=False))

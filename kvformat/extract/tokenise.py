@@ -30,23 +30,14 @@ class Tokeniser:
 
     Parameters
     ----------
-    tokenizer
-        A fast tokenizer, or None where every document comes as token ids.
-    special_tokens
-        Whether plain text gets the tokenizer's special tokens (BOS, EOS). A chat template writes its own, so messages
-        never get them a second time.
-    add_generation_prompt
-        Whether rendered messages end with the opening of an assistant turn.
+    tokenizer, special_tokens, add_generation_prompt, remedies, missing
+        As for :class:`~kvformat.extract.text_encoder.TextEncoder`.
     truncate
         Keep the first ``truncate`` tokens of a longer document.
     max_tokens
         Positions of the model; a longer document is refused unless truncated.
     vocab_size
         Rows of the model's embedding; ids must be below.
-    remedies
-        For messages, where the caller's user has other means than those of an extraction.
-    missing
-        Why there is no tokenizer; ends the message that refuses text.
     """
 
     def __init__(

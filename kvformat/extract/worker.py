@@ -23,7 +23,7 @@ from kvformat.interfaces import Extractor
 from kvformat.storage.remote import Remote
 from kvformat.write.holding import Hold
 from kvformat.write.opening import open_workshop
-from kvformat.write.run import RunIdentity
+from kvformat.write.run import RunIdentity, listed
 from kvformat.write.workshop import Workshop
 
 __all__ = ["Worker", "open_worker"]
@@ -179,7 +179,7 @@ def _tell_beside(workshop: Workshop) -> None:
     for other in workshop.beside:
         if other.num_finished:
             shards = "1 finished shard" if other.num_finished == 1 else f"{other.num_finished:,} finished shards"
-            differences = "; ".join(other.differences[:_MOST_NAMED])
+            differences = listed(other.differences, most=_MOST_NAMED)
             message = (
                 f"{shards} of another run are staged here, and not continued: {differences}. This run makes all of "
                 "it; to go on with that one, interrupt and give its options; `kvformat status` shows what is left, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ __all__ = ["RunIdentity", "SameFile", "differences", "run_differs"]
 SameFile = Callable[[str, bytes, bytes], bool]
 """Whether two contents of the covered file with a label mean the same: what was first staged, and one's own."""
 
-_MOST_NAMED = 10
 _MOST_SHOWN = 80
 
 
@@ -174,12 +173,17 @@ def differences(ours: RunIdentity, theirs: RunIdentity) -> list[str]:
     ]
 
 
+def listed(found: Sequence[str], *, most: int = 10) -> str:
+    """Differences for a message: the first ones, and how many more there are."""
+    more = f"; and {len(found) - most} more" if len(found) > most else ""
+    return "; ".join(found[:most]) + more
+
+
 def run_differs(found: list[str], place: Path | str) -> KVFormatError:
     """The E120 of a worker that is not of the run whose work is staged."""
-    more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return make_error(
         "E120",
-        f"other work of this plan is staged, and this run differs from it in {'; '.join(found[:_MOST_NAMED])}{more}: "
+        f"other work of this plan is staged, and this run differs from it in {listed(found)}: "
         "give all workers the same model, settings and libraries, or drop that work with `kvformat clean`",
         path=place,
     )
