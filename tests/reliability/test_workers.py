@@ -126,12 +126,12 @@ def test_each_run_may_be_of_another_size(tmp_path, plan, identity, sizes, kind):
 # -------------------------------------------------------------------------------------------------------------- killed
 
 
-def dying(location, points):
-    """Workers at once, each killed at an operation of its own; the shards they said they had finished."""
+def dying(location, points, shards=0):
+    """Workers at once, each killed at an operation of its own after so many shards; those they said were finished."""
     processes = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "tests.reliability.working", "die", location, f"{point}"),
+                *(sys.executable, "-m", "tests.reliability.working", "die", location, f"{shards}", f"{point}"),
                 json.dumps({"num_records": RECORDS, "rank": rank, "world_size": len(points)}),
             ],
             cwd=REPOSITORY,
@@ -148,9 +148,9 @@ def dying(location, points):
     return finished
 
 
-def kill_and_resume(location, points, plan, identity, chance):
+def kill_and_resume(location, points, plan, identity, chance, shards=0):
     """Workers that are killed, then a run of another size, which finds what was finished; how much that was."""
-    finished = dying(location, points)
+    finished = dying(location, points, shards)
     if not (location / "kvformat.json").exists():
         others = chance.randrange(1, 4)
         result = finish(location, plan, rank=chance.randrange(others), world_size=others)
@@ -174,15 +174,17 @@ def test_killed_workers_lose_no_finished_shard(tmp_path, plan, identity, total, 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_killed_at_many_points(tmp_path, plan, identity, total, world_size):
+    """With none, a few and all of their shards finished; who has none left takes on others', and publishes."""
     chance = random.Random(world_size)
-    kills = 12
-    seen = []
-    for number in range(kills):
-        points = [
-            chance.randrange(number * total // kills, (number + 1) * total // kills) + 1 for _ in range(world_size)
-        ]
-        seen.append(kill_and_resume(tmp_path / f"{number}" / "ds", points, plan, identity, chance))
-    assert len({len(finished) for finished in seen}) > 3
+    share = plan.num_shards // world_size
+    shard = total // plan.num_shards
+    for number in range(12):
+        location = tmp_path / f"{number}" / "ds"
+        shards = number * (share + 1) // 12
+        points = [chance.randrange(2 * shard if shards == share else shard) + 1 for _ in range(world_size)]
+        finished = kill_and_resume(location, points, plan, identity, chance, shards)
+        # Who has finished its own may die of another's, before it tells of it.
+        assert len(finished) >= min(shards, share - 1) * world_size
 
 
 @pytest.mark.slow

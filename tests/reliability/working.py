@@ -45,31 +45,39 @@ def finish(target: Path | Remote, plan: SmallPlan, *, told: Any = None, **option
 
 
 class Dying(LocalFiles):
-    """Kills the process at its ``count``-th operation, before it is done."""
+    """Kills the process at its ``count``-th operation, before it is done, once it has finished so many shards."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, shards: int, count: int) -> None:
+        self._shards = shards
         self._left = count
         self._lock = threading.Lock()
+
+    def finished(self) -> None:
+        """One shard more."""
+        with self._lock:
+            self._shards -= 1
 
     def __getattribute__(self, name: str) -> Any:
         if name in _VERBS:
             with self._lock:
-                self._left -= 1
+                self._left -= self._shards <= 0
                 if self._left <= 0:
                     os.kill(os.getpid(), signal.SIGKILL)
         return super().__getattribute__(name)
 
 
-def dying(location: Path, count: int, options: dict[str, Any]) -> None:
+def dying(location: Path, shards: int, count: int, options: dict[str, Any]) -> None:
     """As :func:`telling`, killed at an operation."""
+    files = Dying(shards, count)
 
     def told(what: str, ordinal: int) -> None:
         if what == "finished":
             os.write(1, f"{ordinal}\n".encode())
+            files.finished()
 
     plan = SmallPlan(options.pop("num_records"))
     with contextlib.suppress(DatasetExistsError):
-        finish(location, plan, told=told, files=Dying(count), **options)
+        finish(location, plan, told=told, files=files, **options)
 
 
 def telling(location: Path, fd: int, options: dict[str, Any]) -> None:
@@ -141,7 +149,7 @@ def kills(base: Path, *, after: bool, num_records: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """``work LOCATION FD OPTIONS``, ``die LOCATION COUNT OPTIONS``, ``race`` or ``kills PLACE OPTIONS``.
+    """``work LOCATION FD OPTIONS``, ``die LOCATION SHARDS COUNT OPTIONS``, ``race`` or ``kills PLACE OPTIONS``.
 
     Results are printed as JSON.
     """
@@ -151,7 +159,7 @@ def main() -> None:
     if command == "work":
         telling(Path(place), int(rest[0]), options)
     elif command == "die":
-        dying(Path(place), int(rest[0]), options)
+        dying(Path(place), int(rest[0]), int(rest[1]), options)
     elif command == "kills":
         sys.stdout.write(json.dumps(kills(Path(place), **options)))
     else:
