@@ -10,11 +10,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from kvformat.errors import KVFormatError
+from kvformat.read.arriving import WORTH_NBYTES, Arriving
 from kvformat.read.shards import SUMS_CHECKED, TOUCHED, Checks, OpenShard
 from kvformat.read.stored import StoredRecord, Wanted
 from kvformat.storage.local_read import FileIdentity, OpenFile
-from kvformat.storage.obtaining import MemoryFile
-from kvformat.storage.remote import Write
+from kvformat.storage.obtaining import MemoryFile, Write
 from kvformat.storage.remote_read import RemoteReader
 from kvformat.storage.store import Buffer
 
@@ -172,11 +172,17 @@ class FetchedRecord(OpenShard):
         starts = [start for start, _ in ranges]
         positions = list(accumulate((nbytes for _, nbytes in ranges), initial=0))
         origin, name = self.origin, self._name
+        summed = wanted is None and not self.shared and self._dataset.level and positions[-1] >= WORTH_NBYTES
+        arriving: Arriving | None = None
 
         def fill(write: Write) -> None:
+            nonlocal arriving
+            arriving = Arriving(self._dataset, record.placement, write) if summed else None
+            put = write if arriving is None else arriving.place
+
             def place(at: int, data: Buffer) -> None:
                 number = bisect_right(starts, at - origin) - 1
-                write(positions[number] + at - origin - starts[number], data)
+                put(positions[number] + at - origin - starts[number], data)
 
             absolute = [(origin + start, nbytes) for start, nbytes in ranges]
             block, self._block = self._block, None  # a second time, from the store itself
@@ -186,7 +192,9 @@ class FetchedRecord(OpenShard):
                 block.give(absolute, place)
 
         def check(file: OpenFile) -> None:
-            if wanted is None:
+            if arriving is not None:
+                arriving.prove(self._over(record, file))
+            elif wanted is None:
                 found = self._over(record, file)
                 found.check_sums()
                 for fault in found.faults():

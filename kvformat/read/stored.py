@@ -146,9 +146,9 @@ class StoredRecord:
 
     # -- verification --------------------------------------------------------------------------------------------
 
-    def check_sums(self) -> None:
-        """Prove the table of sums; E070."""
-        self._sums()
+    def check_sums(self) -> memoryview:
+        """The table of sums, uint64, proved; E070."""
+        return self._sums()
 
     def check_slabs(self, wanted: Wanted) -> None:
         """Compare slabs with their sums, whatever was verified before; E070 to E074."""

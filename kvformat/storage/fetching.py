@@ -14,7 +14,7 @@ from kvformat.storage.store import Buffer, ShortFault, Store, TransportFault, Un
 
 __all__ = ["GAP_NBYTES", "Write", "countdown", "fetch", "placing", "read_sized", "read_whole", "wrong_size"]
 
-Write = Callable[[int, Buffer], None]
+Write = Callable[[int, Buffer], object]
 """Takes (offset in the object, bytes). Called from several threads, once for each byte wanted."""
 
 GAP_NBYTES = 256 << 10

@@ -19,8 +19,11 @@ __all__ = ["Check", "Fill", "Memory", "MemoryFile", "Obtainer", "Received", "Wri
 
 _KEPT_NBYTES = 512 << 20
 
-Write = Callable[[int, Buffer], None]
-"""Takes (offset in the entry, bytes). May be called from several threads, once for each byte."""
+Write = Callable[[int, Buffer], memoryview | None]
+"""Takes (offset in the entry, bytes), and gives the bytes where they stand now, if that is memory of this process.
+
+May be called from several threads, once for each byte.
+"""
 
 Fill = Callable[[Write], None]
 """Fetches all bytes of an entry from its origin. Once it returned or raised, it writes no more."""
@@ -142,10 +145,13 @@ class Memory:
         for last in (False, True):
             received = Received(nbytes, path)
 
-            def write(offset: int, data: Buffer, received: Received = received) -> None:
+            def write(offset: int, data: Buffer, received: Received = received) -> memoryview:
                 view = received.take(offset, data)
-                # Unlike a memoryview's, this copy lets other threads run.
-                np.copyto(into[offset : offset + len(view)], np.frombuffer(view, dtype=np.uint8))
+                held = into[offset : offset + len(view)]
+                np.copyto(
+                    held, np.frombuffer(view, dtype=np.uint8)
+                )  # unlike a memoryview's, it lets other threads run
+                return held.data
 
             fill(write)
             received.check()
