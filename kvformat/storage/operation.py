@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvformat.storage.requests import Batch, Call, Outcome, Pool
 from kvformat.storage.retry import Deadline, ExhaustedFault, Retries, Timing
+from kvformat.storage.silence import Silence
 from kvformat.storage.store import ExpiredFault, Store, StoreFault, TransportFault
 
 __all__ = ["Clients", "Operation", "Task"]
@@ -26,6 +27,10 @@ class Clients(Protocol):
 
     def hear(self) -> None:
         """The store answered, if only to refuse."""
+
+    @property
+    def silence(self) -> Silence:
+        """What is told of requests that are tried again."""
 
 
 class Task(NamedTuple):
@@ -152,6 +157,7 @@ class Operation:
             self._clients.hear()
             self._deadline.heard()
         if error is None:
+            self._clients.silence.end()
             self._left -= 1
             if self._answered is not None:
                 self._answered(self._places[call])
@@ -171,4 +177,5 @@ class Operation:
         if retries is None:
             retries = self._retries[call] = Retries(self._deadline)
         wait_s = retries.after(error)
+        self._clients.silence.failed(error, self._deadline.left())
         heapq.heappush(self._resting, (self._timing.clock() + wait_s, place))

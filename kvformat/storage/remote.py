@@ -273,6 +273,7 @@ class Remote:
                     attempt_timeout_s=options.attempt_timeout_s,
                     deadline_s=options.deadline_s,
                     timing=self._timing,
+                    describe=partial(_described, self.path(""), self._redact),
                 ),
             )
         return session
@@ -350,6 +351,10 @@ class _Listing:
         """The page; the listing goes on where it was counted, not where an attempt that was given up left it."""
         self._under_way, page = answer
         return page
+
+
+def _described(url: str, redact: Redactor, fault: str) -> str:
+    return f"{url}: {redact(fault)}"
 
 
 def _connected(

@@ -10,6 +10,7 @@ from typing import Any
 from kvformat.storage.operation import Operation, Task
 from kvformat.storage.requests import Pool, closed
 from kvformat.storage.retry import Deadline, Timing
+from kvformat.storage.silence import Silence
 from kvformat.storage.store import Store
 
 __all__ = ["Session"]
@@ -30,8 +31,13 @@ class Session:
     attempt_timeout_s, deadline_s
         See :class:`~kvformat.storage.remote_options.RemoteOptions`.
 
+    describe
+        See :class:`~kvformat.storage.silence.Silence`.
+
     Attributes
     ----------
+    silence
+        What is told while the store gives no answer.
     says_md5
         False once an object of right content was said to have another MD5, or none.
     """
@@ -47,12 +53,14 @@ class Session:
         attempt_timeout_s: float,
         deadline_s: float,
         timing: Timing,
+        describe: Callable[[str], str],
     ) -> None:
         self.process = os.getpid()
         self._connect = connect
         self._attempt_timeout_s = attempt_timeout_s
         self._deadline_s = deadline_s
         self._timing = timing
+        self.silence = Silence(describe, timing.clock)
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._retired: list[Store] = []

@@ -274,6 +274,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("{}")
     for path, text in (
         (tmp_path, "no model configuration"),
+        ("some/where/else", "from the hub, and no such directory is here"),
         (tmp_path / "absent", "no such directory: give a model directory or a hub id"),
         ("./absent", "no such directory"),
         ("~/absent", "no such directory"),

@@ -65,9 +65,10 @@ def load_config(model: str | Path, *, revision: str | None = None) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(model), revision=revision or "main", trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the missing or odd file led to
+        where = "there" if directory.is_dir() else "the hub, and no such directory is here"
         raise make_error(
             "E304",
-            f"no model configuration loads from there: {first_line(error)}; give a directory or a hub id",
+            f"no model configuration loads from {where}: {first_line(error)}; give a directory or a hub id",
             path=model,
         ) from error
     if getattr(config, "is_encoder_decoder", False):
