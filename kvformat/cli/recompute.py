@@ -187,4 +187,5 @@ def _title(component: ComponentDeviation) -> str:
     whose = "recorded" if component.bound_recorded else "default"
     kind = "" if component.quantisation is None else f", quantisation {component.quantisation}"
     exact = "" if any(layer.max_abs for layer in component.layers) else ": no difference"
-    return f"{component.name} ({component.role}), {whose} bound {component.bound:.3g}{kind}{exact}"
+    bound = f"{whose} bound {component.bound:.3g} of the relative RMS of any record"
+    return f"{component.name} ({component.role}), {bound}{kind}{exact}"

@@ -35,7 +35,7 @@ def _what(work: StagedWork) -> list[str]:
     other = " of another plan" if work.of_plan is False else ""
     lines = [
         f"staged work{other}, {work.state} ({_meaning(work)}): {output.plain(work.path)}",
-        f"    finished: {finished}; {output.size_text(work.total_nbytes)} in all",
+        f"    finished: {finished}; {output.size_text(work.total_nbytes)} with what is begun",
     ]
     if work.shared is not None:
         from kvformat.cli import shared_work

@@ -148,9 +148,8 @@ class Memory:
             def write(offset: int, data: Buffer, received: Received = received) -> memoryview:
                 view = received.take(offset, data)
                 held = into[offset : offset + len(view)]
-                np.copyto(
-                    held, np.frombuffer(view, dtype=np.uint8)
-                )  # unlike a memoryview's, it lets other threads run
+                # Unlike a memoryview's, this copy lets other threads run.
+                np.copyto(held, np.frombuffer(view, dtype=np.uint8))
                 return held.data
 
             fill(write)

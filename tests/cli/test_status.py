@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import kvformat
@@ -42,7 +43,7 @@ def test_staged_work_is_described_and_left_as_it_is(run, tmp_path: Path, snapsho
     assert "not published" in shown.stdout
     assert "staged work, abandoned (no writer holds it)" in shown.stdout
     assert "    next: the same program goes on with it, where it resumes; `kvformat clean " in shown.stdout
-    assert "finished: 2 shards, 2 records" in shown.stdout
+    assert re.search(r"finished: 2 shards, 2 records, [\d.]+ kB; [\d.]+ kB with what is begun\n", shown.stdout)
     assert "tag: [bold]tag\n" in shown.stdout
     with resumable(path) as writer:  # the lease was given back
         for number in range(3):

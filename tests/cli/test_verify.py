@@ -155,8 +155,8 @@ def test_records_are_computed_again(run, model: Path, extracted: Path) -> None:
     assert result.code == 0, result.stdout
     lines = result.stdout.splitlines()
     assert lines[0] == "ok: no faults at level 2"
-    assert "k (key), default bound 0.00781: no difference" in lines
-    assert "v (value), default bound 0.00781: no difference" in lines
+    assert "k (key), default bound 0.00781 of the relative RMS of any record: no difference" in lines
+    assert "v (value), default bound 0.00781 of the relative RMS of any record: no difference" in lines
     assert lines[-1].startswith("ok: 3 records of 3 computed again (seed 0), ")
     assert lines[-1].endswith("3 equal bit by bit, 0 beyond the bounds")
     assert result.stderr.splitlines() == ["loading the model", "computing again"]
