@@ -57,7 +57,7 @@ class Fresh:
     def renew(self) -> None:
         """Before a round, not timed: drop the records that are kept in memory."""
         self.dataset.forget()
-        self.dataset.shards._kept.clear()  # type: ignore[union-attr]  # noqa: SLF001 - they would not be fetched again
+        self.dataset.shards.let_go()  # they would not be fetched again
 
 
 def loader_stream(fresh: Fresh) -> Callable[[Order], Iterator[Delivered]]:

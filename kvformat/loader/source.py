@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 from weakref import WeakValueDictionary, ref
@@ -14,6 +13,7 @@ from kvformat.loader.collection import Collection, as_collection
 from kvformat.loader.layouts import BatchLayout
 from kvformat.loader.plan import Plan
 from kvformat.read.dataset import Dataset
+from kvformat.read.recent import Recent
 from kvformat.read.shards import ShardPool
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Source:
 
 _SHARED: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
 """By identity, what is open in this process: batches come out of worker processes as references, and nothing else."""
-_REOPENED_SOURCES: OrderedDict[str, Source] = OrderedDict()
+_REOPENED_SOURCES: Recent[str, Source] = Recent()
 """Sources that a batch from another process had to open here: kept so that the next batch finds them."""
 
 
@@ -164,9 +164,9 @@ def find_source(origin: Origin) -> Source:
         if found is not None:
             return found
     found = source_of(pickle.loads(origin.packed))  # noqa: S301 -- made by another process of the same program
-    _REOPENED_SOURCES[origin.key] = found
-    while len(_REOPENED_SOURCES) > _REOPENED:
-        _REOPENED_SOURCES.popitem(last=False)
+    _REOPENED_SOURCES.put(origin.key, found)
+    while len(_REOPENED_SOURCES) > _REOPENED and _REOPENED_SOURCES.pop() is not None:
+        pass
     return found
 
 

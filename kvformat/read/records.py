@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +13,7 @@ from kvformat.read.ahead import Ahead
 from kvformat.read.blocks import Block, grouped
 from kvformat.read.fetched import FetchedRecord
 from kvformat.read.index import ShardRow
+from kvformat.read.recent import Recent
 from kvformat.read.shards import OpenShard, held_at_most
 from kvformat.read.stored import StoredRecord, Wanted
 from kvformat.storage.local_read import FileIdentity
@@ -72,8 +71,8 @@ class RecordPool:
         # What is kept, the cache cannot drop, in no process; and it is quickly opened again.
         self._limit = held_at_most(reader.cache_nbytes, _CACHE_SHARE, totals.nbytes, totals.records, max_open_files)
         self._starts: list[int] | None = None
-        self._rows: OrderedDict[int, ShardRow] = OrderedDict()
-        self._known: OrderedDict[int, FileIdentity] = OrderedDict()
+        self._rows: Recent[int, ShardRow] = Recent()
+        self._known: Recent[int, FileIdentity] = Recent()
         self._ahead = Ahead(_threads(reader.remote.options, totals.nbytes // max(totals.records, 1)))
         self._begin()
         reader.held_by(self)
@@ -85,7 +84,7 @@ class RecordPool:
 
     def open_shards(self) -> list[OpenShard]:
         """What is kept."""
-        return list(self._kept.values())
+        return [*self._kept.values()]
 
     def holding(self, number: int) -> FetchedRecord:
         """A record of the dataset, of which nothing may be here yet."""
@@ -95,10 +94,8 @@ class RecordPool:
         if found is None:
             found = self._kept.get(number)
             if found is not None:
-                try:
-                    self._kept.move_to_end(number)
-                except KeyError:  # another thread dropped it meanwhile
-                    self._kept[number] = found
+                if not self._kept.touch(number):  # another thread dropped it meanwhile
+                    self._kept.put(number, found)
                 return found
             found = self._make(number)
         self._keep(number, found)
@@ -159,8 +156,8 @@ class RecordPool:
         """Hold no file open for later; what was proved stays known."""
         if self._process != os.getpid():
             return
-        while self._kept:
-            self._drop()
+        while self._drop():
+            pass
         for number, holder in list(self._announced.items()):
             identity = holder.cached
             # Another in its place, not this one closed: somebody may be about to use it.
@@ -176,22 +173,27 @@ class RecordPool:
         return made
 
     def _keep(self, number: int, record: FetchedRecord) -> None:
-        self._kept[number] = record
+        self._kept.put(number, record)
         in_memory = self._reader.cache_nbytes is None or self._reader.is_bypassed
         while len(self._kept) > 1 and (
             len(self._kept) > self._limit
-            or (in_memory and sum(kept.held_nbytes for kept in list(self._kept.values())) > _KEPT_NBYTES)
+            or (in_memory and sum(kept.held_nbytes for kept in self._kept.values()) > _KEPT_NBYTES)
         ):
-            self._drop()
+            if not self._drop():
+                break
 
-    def _drop(self) -> None:
-        with contextlib.suppress(KeyError):  # another thread dropped it meanwhile
-            dropped, was = self._kept.popitem(last=False)
-            identity = was.cached
-            if identity is not None:
-                self._known[dropped] = identity
-                if len(self._known) > _KNOWN:
-                    self._known.popitem(last=False)
+    def _drop(self) -> bool:
+        """Whether there was one to drop."""
+        found = self._kept.pop()
+        if found is None:
+            return False
+        dropped, was = found
+        identity = was.cached
+        if identity is not None:
+            self._known.put(dropped, identity)
+            if len(self._known) > _KNOWN:
+                self._known.pop()
+        return True
 
     def _row(self, number: int) -> ShardRow:
         index = self._dataset.index
@@ -200,15 +202,16 @@ class RecordPool:
         ordinal = bisect_right(self._starts, number) - 1 if self._starts else index.shard_of(number)
         found = self._rows.get(ordinal)
         if found is None:
-            found = self._rows[ordinal] = index.shard(ordinal)
+            found = index.shard(ordinal)
+            self._rows.put(ordinal, found)
             if len(self._rows) > _ROWS:
-                self._rows.popitem(last=False)
+                self._rows.pop()
         return found
 
     def _begin(self) -> None:
         """Begin anew: after a fork, what the threads of the parent had in work never comes."""
         self._process = os.getpid()
-        self._kept: OrderedDict[int, FetchedRecord] = OrderedDict()
+        self._kept: Recent[int, FetchedRecord] = Recent()
         self._announced: dict[int, FetchedRecord] = {}
 
 

@@ -7,7 +7,6 @@ import os
 import threading
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import MutableSequence, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from kvformat.errors import KVFormatError, make_error
 from kvformat.read.ahead import Ahead
 from kvformat.read.index import IndexReader, ShardRow
+from kvformat.read.recent import Recent
 from kvformat.spec.layout import Placement
 from kvformat.spec.manifest import Totals
 from kvformat.storage.local_read import FileIdentity, OpenFile
@@ -156,7 +156,7 @@ class ShardPool:
             self._limit = held_at_most(reader.cache_nbytes, _CACHE_SHARE, totals.nbytes, totals.shards, max_open_files)
             reader.held_by(self)
         self._tensors = tensors
-        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._open: Recent[int, OpenShard] = Recent()
         self.firsts: list[int] = []
         shards = index.shards.starts[-1]
         self.listed: list[OpenShard | None] = [None] * (1 + (shards if shards <= _LISTED else 0))
@@ -173,7 +173,7 @@ class ShardPool:
 
     def open_shards(self) -> list[OpenShard]:
         """The shards held open."""
-        return list(self._open.values())
+        return self._open.values()
 
     def holding(self, record: int) -> OpenShard:
         """The open shard that holds a record of the dataset."""
@@ -185,11 +185,9 @@ class ShardPool:
         if found is None:
             found = self._open_shard(ordinal)
             self._keep(ordinal, found)
-        elif len(self._open) >= self._limit:  # else none will be dropped, and their order is of no account
-            try:
-                self._open.move_to_end(ordinal)
-            except KeyError:  # another thread dropped it meanwhile
-                self._keep(ordinal, found)
+        # While none will be dropped, their order is of no account. One that is gone, another thread dropped meanwhile.
+        elif len(self._open) >= self._limit and not self._open.touch(ordinal):
+            self._keep(ordinal, found)
         return found
 
     def announce(self, numbers: Sequence[int], wanted: Wanted) -> int:  # noqa: ARG002 -- a shard comes whole
@@ -209,8 +207,8 @@ class ShardPool:
 
     def let_go(self) -> None:
         """Hold no shard open."""
-        while self._open:
-            self._drop()
+        while self._drop():
+            pass
 
     def _get_ahead(self, ordinal: int) -> None:
         # What fails now is tried, and raised, where a record of it is used. It is not kept, in place of one in use.
@@ -255,16 +253,20 @@ class ShardPool:
         # Listed before it can be dropped: another thread that drops it takes it off the list afterwards.
         if self.firsts:
             self.listed[ordinal + 1] = shard
-        self._open[ordinal] = shard
-        while len(self._open) > self._limit:
-            self._drop()
+        self._open.put(ordinal, shard)
+        while len(self._open) > self._limit and self._drop():
+            pass
 
-    def _drop(self) -> None:
-        with contextlib.suppress(KeyError):  # another thread dropped the last one
-            dropped, _ = self._open.popitem(last=False)
-            if self.firsts:
-                self.listed[dropped + 1] = None
-            self._announced.discard(dropped)
+    def _drop(self) -> bool:
+        """Whether there was one to drop."""
+        found = self._open.pop()
+        if found is None:
+            return False
+        dropped, _ = found
+        if self.firsts:
+            self.listed[dropped + 1] = None
+        self._announced.discard(dropped)
+        return True
 
 
 def held_at_most(cache_nbytes: int | None, share: int, nbytes: int, count: int, limit: int) -> int:

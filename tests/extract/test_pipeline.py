@@ -304,6 +304,7 @@ def test_an_interrupt_of_the_model_leaves() -> None:
         run(Plain(before=forward), groups_of(1, 1, 1), Gathered())
 
 
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("where", ["room", "end"])
 def test_an_interrupt_leaves_while_the_storage_waits(where: str) -> None:
     """The signal comes while the calling thread waits for room, or for the last record to be stored."""

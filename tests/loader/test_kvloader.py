@@ -304,6 +304,7 @@ def test_the_cause_of_a_failure_comes_along(dataset, monkeypatch):
     assert any(entry.name == "pack" for entry in caught.traceback), "where it happened"
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_an_interrupt(dataset, monkeypatch):
     """Ctrl-C while the consumer waits: at once, and no thread is left."""
     waiting, release, main = threading.Event(), threading.Event(), threading.main_thread().ident

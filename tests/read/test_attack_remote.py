@@ -125,7 +125,7 @@ def test_a_failure_ahead_of_a_use_that_succeeded_is_not_raised_later(tmp_path) -
     store = Broken(objects=made(tmp_path, [64]))
     dataset = kvformat.open(remote_over(store))
     record = dataset[0]
-    shard = dataset.shards._kept[0]
+    shard = dataset.shards._kept.get(0)
     shard.fetch_ahead(record, everything(dataset), hold=True)
     with pytest.raises(KVFormatError, match="E207"):
         record.slab("key", layer=0)
@@ -278,7 +278,7 @@ def test_what_came_back_is_dropped_though_nobody_asks_for_more() -> None:
 def test_bytes_are_counted_while_another_thread_puts_the_whole_record_in_place(tmp_path) -> None:
     dataset = kvformat.open(remote_over(MemoryStore(objects=made(tmp_path, [64]))))
     record = dataset[0]
-    shard = dataset.shards._kept[0]
+    shard = dataset.shards._kept.get(0)
     seen = []
     use = type(shard).use
 

@@ -21,11 +21,11 @@ SHARDS = -(-REPEATS * small.NUM_RECORDS // 2)
 KILLS = 50
 
 
-def start(location, mode):
+def start(location, mode, *more):
     """A writing process, and the pipe on which it tells of every operation."""
     read, write = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.reliability.writing", "write", location, str(write), str(REPEATS), mode],
+        [sys.executable, "-m", "tests.reliability.writing", "write", location, str(write), str(REPEATS), mode, *more],
         pass_fds=[write],
         cwd=REPOSITORY,
         stderr=subprocess.PIPE,
@@ -126,9 +126,7 @@ def test_killed_again_and_again(tmp_path, undisturbed):
 def test_an_interrupted_process_leaves_nothing(tmp_path, undisturbed, tenth):
     """Ctrl-C, unlike a kill, lets a writer clean up."""
     _, total = undisturbed
-    process, read = start(tmp_path / "sets" / "ds", "new")
-    follow(read, total * tenth // 10)
-    os.kill(process.pid, signal.SIGINT)
+    process, read = start(tmp_path / "sets" / "ds", "new", f"{total * tenth // 10}")
     follow(read)
     os.close(read)
     error = process.stderr.read()

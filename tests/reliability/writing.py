@@ -5,8 +5,10 @@ Run as ``python -m tests.reliability.writing``; see :func:`main`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +23,12 @@ __all__ = ["main"]
 
 
 class Telling(LocalFiles):
-    """Writes a byte to a pipe before each operation."""
+    """Writes a byte to a pipe before each operation; interrupts the process before a certain one."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, interrupt_at: int | None = None) -> None:
         self._fd = fd
+        self._interrupt_at = interrupt_at
+        self._count = itertools.count(1)  # several threads take from it
 
     def make_dir(self, path: Path) -> bool:
         self._tell()
@@ -56,11 +60,13 @@ class Telling(LocalFiles):
 
     def _tell(self) -> None:
         os.write(self._fd, b".")
+        if next(self._count) == self._interrupt_at:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
-def write(location: Path, fd: int, *, repeats: int, resume: bool) -> None:
+def write(location: Path, fd: int, *, repeats: int, resume: bool, interrupt_at: int | None = None) -> None:
     """Write the dataset many times over, in one dataset with so many times the records."""
-    with small.create(location, files=Telling(fd), resume=resume) as writer:
+    with small.create(location, files=Telling(fd, interrupt_at=interrupt_at), resume=resume) as writer:
         small.fill_many(writer, repeats)
 
 
@@ -87,10 +93,16 @@ def _publish(location: Path, number: int, wait: Any, options: dict[str, Any]) ->
 
 
 def main() -> None:
-    """``write LOCATION FD REPEATS`` or ``race LOCATION OPTIONS``, whose result is printed as JSON."""
+    """``write LOCATION FD REPEATS MODE [INTERRUPT_AT]``, or ``race LOCATION OPTIONS``, which prints its result."""
     command, location, *rest = sys.argv[1:]
     if command == "write":
-        write(Path(location), int(rest[0]), repeats=int(rest[1]), resume=rest[2] == "resume")
+        write(
+            Path(location),
+            int(rest[0]),
+            repeats=int(rest[1]),
+            resume=rest[2] == "resume",
+            interrupt_at=int(rest[3]) if rest[3:] else None,
+        )
     else:
         options = json.loads(rest[0])
         results = race(options["processes"], lambda number, wait: _publish(Path(location), number, wait, options))
