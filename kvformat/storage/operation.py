@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from kvformat.storage.requests import Batch, Call, Outcome, Pool
 from kvformat.storage.retry import Deadline, ExhaustedFault, Retries, Timing
 from kvformat.storage.silence import Silence
-from kvformat.storage.store import ExpiredFault, Store, StoreFault, TransportFault
+from kvformat.storage.store import ExpiredFault, Store, StoreFault, ThrottledFault, TransportFault
 
 __all__ = ["Clients", "Operation", "Task"]
 
@@ -156,8 +156,9 @@ class Operation:
         if not isinstance(error, TransportFault):
             self._clients.hear()
             self._deadline.heard()
+            if not isinstance(error, ThrottledFault):
+                self._clients.silence.answered()
         if error is None:
-            self._clients.silence.end()
             self._left -= 1
             if self._answered is not None:
                 self._answered(self._places[call])
@@ -177,5 +178,5 @@ class Operation:
         if retries is None:
             retries = self._retries[call] = Retries(self._deadline)
         wait_s = retries.after(error)
-        self._clients.silence.failed(error, self._deadline.left())
+        self._clients.silence.failed(error, seconds=self._deadline.passed(), left_s=self._deadline.left())
         heapq.heappush(self._resting, (self._timing.clock() + wait_s, place))

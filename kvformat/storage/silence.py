@@ -1,4 +1,4 @@
-"""A store that gives no answer, told to the log: whoever waits for it would else not know for what."""
+"""A store from which nothing is got, told to the log: whoever waits for it would else not know for what."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LOG = logging.getLogger("kvformat")
 
 
 class Silence:
-    """Requests that fail and are tried again, from the first of them to the next answer.
+    """Says how long requests have failed that are tried again.
 
-    Nothing here waits, locks or raises: an answer that comes meanwhile ends it, and lines are at most one too many.
+    Nothing here waits, locks or raises: of two threads at once, each may say it.
 
     Parameters
     ----------
@@ -26,20 +26,25 @@ class Silence:
     def __init__(self, describe: Callable[[str], str], clock: Callable[[], float]) -> None:
         self._describe = describe
         self._clock = clock
-        self._since: float | None = None
-        self._next = 0.0
+        self._answered = self._next = float("-inf")
 
-    def end(self) -> None:
-        """The store answered."""
-        self._since = None
+    def answered(self) -> None:
+        """The store answered a request, if only to refuse it for good."""
+        self._answered = self._clock()
 
-    def failed(self, fault: Exception, left_s: float) -> None:
-        """A request failed, and is tried again for ``left_s`` seconds at most."""
+    def failed(self, fault: Exception, *, seconds: float, left_s: float) -> None:
+        """A request failed, and is tried again.
+
+        Parameters
+        ----------
+        seconds
+            How long its operation has been under way: before, nothing was waited for.
+        left_s
+            For how long it is tried at most.
+        """
         now = self._clock()
-        since = self._since
-        if since is None:
-            self._since, self._next = now, now + _FIRST_S
-        elif now >= self._next:
+        silent = min(seconds, now - self._answered)
+        if silent >= _FIRST_S and now >= self._next:
             self._next = now + _NEXT_S
             what = self._describe(str(fault))
-            _LOG.warning("%s; no answer for %.0f s, trying again for up to %.0f s", what, now - since, left_s)
+            _LOG.warning("%s; no success for %.0f s, trying again for up to %.0f s", what, silent, left_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import torch
 import kvformat
 from kvformat.errors import DamageError, LookupFailedError, UsageError
 from kvformat.read import copyable, shards
+from kvformat.read.recent import Recent
 from kvformat.spec.schema import Axis, Component, Schema
 
 BOTH = pytest.mark.parametrize("io", ["mmap", "pread"])
@@ -286,13 +286,13 @@ def test_a_shard_dropped_while_it_is_added_is_not_listed(saved) -> None:
     dataset[4]
     pool = dataset.shards
 
-    class Interrupted(OrderedDict):  # type: ignore[type-arg]
-        def __setitem__(self, key: int, value: object) -> None:
-            super().__setitem__(key, value)
+    class Interrupted(Recent):  # type: ignore[type-arg]
+        def put(self, key: int, value: object) -> None:
+            super().put(key, value)
             if key == 0:
                 pool.get(1)
 
-    pool._open = Interrupted(pool._open)
+    pool._open = Interrupted()
     dataset[0]
     listed = [shard.row.ordinal for shard in pool.listed if shard is not None]
-    assert listed == list(pool._open) == [1]
+    assert listed == [shard.row.ordinal for shard in pool.open_shards()] == [1]

@@ -53,7 +53,7 @@ def test_a_store_that_stays_silent_is_named_after_ten_seconds_and_then_once_a_mi
     with pytest.raises(KVFormatError, match="E208"):
         remote.fetch("a", [(0, 10)], lambda *_: None)
     found = [
-        re.fullmatch(r"s3://bucket/ds: .*; no answer for (\d+) s, trying again for up to (\d+) s", m) for m in told()
+        re.fullmatch(r"s3://bucket/ds: .*; no success for (\d+) s, trying again for up to (\d+) s", m) for m in told()
     ]
     assert all(found)
     after = [int(match[1]) for match in found if match]
@@ -74,21 +74,45 @@ def test_faults_that_mend_soon_are_not_worth_a_word(told) -> None:
     assert told() == []
 
 
-def test_an_answer_ends_it(told) -> None:
+@pytest.mark.parametrize("answer", ["right", "missing", "never"])
+def test_only_what_was_waited_for_counts(answer, told) -> None:
+    """Neither the time before an operation, nor that before an answer, whatever it was."""
     clock = Clock()
     silence = Silence(lambda text: f"there: {text}", clock)
+    store = FaultyStore(MemoryStore(objects={"a": b"x" * 64}), [Rule("stat", throttled(), nth=range(0, 99, 2))])
+    remote = Remote("s3://bucket/ds", connect=lambda *_: store, clock=clock, sleep=clock.sleep)
     for _ in range(5):
-        silence.failed(TransportFault("refused"), 100.0)
-        clock.now += 9.0
-        silence.failed(TransportFault("refused"), 91.0)
-        silence.end()
-        clock.now += 50.0
+        if answer == "never":
+            silence.failed(TransportFault("refused"), seconds=9.0, left_s=50.0)
+        else:
+            assert (remote.stat("a" if answer == "right" else "nope") is None) == (answer == "missing")
+        clock.now += 3600.0
+    remote.close()
     assert told() == []
-    silence.failed(TransportFault("refused"), 100.0)
-    clock.now += 10.0
-    silence.failed(TransportFault("reset by peer"), 90.0)
-    silence.failed(TransportFault("reset by peer"), 90.0)
-    assert told() == ["there: reset by peer; no answer for 10 s, trying again for up to 90 s"]
+    silence.failed(TransportFault("refused"), seconds=10.0, left_s=90.0)
+    silence.failed(TransportFault("refused"), seconds=11.0, left_s=89.0)
+    assert told() == ["there: refused; no success for 10 s, trying again for up to 90 s"]
+    silence.answered()
+    clock.now += 70.0
+    silence.failed(TransportFault("refused"), seconds=3600.0, left_s=9.0)
+    assert told()[1:] == ["there: refused; no success for 70 s, trying again for up to 9 s"]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_store_that_hangs_is_told_of_after_its_first_attempt(known, told) -> None:
+    clock = Clock()
+
+    def hang(text):
+        clock.now += 30.0
+        return TransportFault(f"{text} timed out")
+
+    remote = remote_over(raised(hang), 1 << 30, clock, attempt_timeout_s=30.0, deadline_s=100)
+    if known:
+        remote.stat("a")
+    with pytest.raises(KVFormatError, match="E208"):
+        remote.fetch("a", [(0, 10)], lambda *_: None)
+    remote.close()
+    assert "no success for 30 s, trying again for up to " in told()[0]
 
 
 def test_many_requests_share_a_line(told) -> None:
