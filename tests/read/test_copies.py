@@ -292,7 +292,9 @@ def test_a_shard_dropped_while_it_is_added_is_not_listed(saved) -> None:
             if key == 0:
                 pool.get(1)
 
-    pool._open = Interrupted()
+    held, pool._open = pool.open_shards(), Interrupted()
+    for shard in held:
+        pool._open.put(shard.row.ordinal, shard)
     dataset[0]
     listed = [shard.row.ordinal for shard in pool.listed if shard is not None]
     assert listed == [shard.row.ordinal for shard in pool.open_shards()] == [1]
