@@ -5,12 +5,13 @@ A block depends on nothing before it, so any batch is found without replaying an
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvformat.read.recent import Recent
 
 __all__ = ["BLOCK", "Blocks", "FixedCount", "TokenBudget", "first_fit"]
 
@@ -107,7 +108,7 @@ class TokenBudget:
         self._length = length
         self._max_tokens = max_tokens
         self._max_records = max_records
-        self._kept: OrderedDict[tuple[int, int], list[Numbers]] = OrderedDict()
+        self._kept: Recent[tuple[int, int], list[Numbers]] = Recent(_KEPT)
         self._counts: dict[tuple[int, int], int] = {}
         self.num_blocks = -(-length // BLOCK)
 
@@ -127,10 +128,9 @@ class TokenBudget:
             items = self._items(epoch, block * BLOCK, min((block + 1) * BLOCK, self._length))
             sizes = self._tokens(items).tolist()
             batches = first_fit(sizes, room=self._max_tokens, most=self._max_records or BLOCK)
-            found = self._kept[epoch, block] = [items[batch] for batch in batches]
+            found = [items[batch] for batch in batches]
+            self._kept.put((epoch, block), found)
             self._counts[epoch, block] = len(found)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
             if len(self._counts) > 2 * self.num_blocks:
                 self._counts = {key: count for key, count in list(self._counts.items()) if key[0] == epoch}
         return found

@@ -152,7 +152,7 @@ class Source:
 
 _SHARED: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
 """By identity, what is open in this process: batches come out of worker processes as references, and nothing else."""
-_REOPENED_SOURCES: Recent[str, Source] = Recent()
+_REOPENED_SOURCES: Recent[str, Source] = Recent(_REOPENED)
 """Sources that a batch from another process had to open here: kept so that the next batch finds them."""
 
 
@@ -165,8 +165,6 @@ def find_source(origin: Origin) -> Source:
             return found
     found = source_of(pickle.loads(origin.packed))  # noqa: S301 -- made by another process of the same program
     _REOPENED_SOURCES.put(origin.key, found)
-    while len(_REOPENED_SOURCES) > _REOPENED and _REOPENED_SOURCES.pop() is not None:
-        pass
     return found
 
 

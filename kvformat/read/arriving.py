@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvformat.read.copyable import at_once
 from kvformat.read.stored import StoredRecord
 from kvformat.spec import digests
 from kvformat.spec.layout import Placed, Placement
@@ -20,8 +21,6 @@ __all__ = ["WORTH_NBYTES", "Arriving"]
 
 WORTH_NBYTES = 1 << 20
 """Of a smaller record, all that came is in the processor's cache when it is proved."""
-
-_GROUP_NBYTES = 1 << 18
 
 
 class _Group(NamedTuple):
@@ -113,7 +112,7 @@ def _groups(dataset: Dataset, placement: Placement) -> list[_Group]:
         if placed.bit < 0 or placed.name in dataset.scales or not placed.slab_nbytes:
             continue
         slab, first, count = placed.slab_nbytes, dataset.layout.first_sum[placed.name], dataset.slabs[placed.name]
-        step = max(1, _GROUP_NBYTES // slab)
+        step = at_once(slab, count)
         for row in range(0, count, step):
             rows = min(step, count - row)
             found.append(_Group(placed.offset + row * slab, rows * slab, first + row, rows))

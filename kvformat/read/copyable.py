@@ -19,7 +19,7 @@ from kvformat.spec.layout import Placed
 if TYPE_CHECKING:
     from kvformat.storage.local_read import FileIdentity
 
-__all__ = ["CopyableRecord", "Proof", "Wanted"]
+__all__ = ["CopyableRecord", "Proof", "Wanted", "at_once"]
 
 # Copied and hashed in one go: small enough that what was copied is still in the processor's cache.
 _GROUP_NBYTES = 1 << 18
@@ -132,7 +132,7 @@ class CopyableRecord(StoredRecord):
         # A few slabs at a time: what is verified is the copy, while it is in the processor's cache.
         sums = self._sums()
         slab, count = placed.slab_nbytes, self._dataset.slabs[placed.name]
-        group = _at_once(slab, count)
+        group = at_once(slab, count)
         for row in range(0, count, group):
             rows = min(group, count - row)
             part = out[row * slab : (row + rows) * slab]
@@ -180,7 +180,7 @@ class CopyableRecord(StoredRecord):
             begin = first + row * slab
             yield row, rows, shard.array[begin : begin + rows * slab].reshape(rows, slab)
             return
-        group = _at_once(slab, rows)
+        group = at_once(slab, rows)
         scratch = np.empty(group * slab, dtype=np.uint8) if shard.memory is None else None
         sums = None if verified else self._sums()
         for at in range(row, row + rows, group):
@@ -252,7 +252,7 @@ class CopyableRecord(StoredRecord):
                 mapped.madvise(_POPULATE_READ, begin, start + nbytes - begin)
 
 
-def _at_once(slab_nbytes: int, rows: int) -> int:
+def at_once(slab_nbytes: int, rows: int) -> int:
     """Slabs to copy and hash in one go, of so many."""
     return max(1, min(rows, _GROUP_NBYTES // slab_nbytes if slab_nbytes else rows))
 

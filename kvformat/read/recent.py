@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 __all__ = ["Recent"]
@@ -16,10 +17,16 @@ class Recent(Generic[K, V]):
 
     No value is replaced in its place: where the finaliser of the old one lets another thread run, and that one removes
     the key, CPython's OrderedDict keeps a key in its order that it does not hold, and gives up no entry ever after.
+
+    Parameters
+    ----------
+    most
+        Values that :meth:`put` leaves; without it, :meth:`beyond` is the caller's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
         self._found: OrderedDict[K, V] = OrderedDict()
+        self._most = most
 
     def __len__(self) -> int:
         return len(self._found)
@@ -36,6 +43,9 @@ class Recent(Generic[K, V]):
         earlier = self._found.pop(key, None)
         self._found.setdefault(key, value)
         del earlier  # not before: it may let other threads run
+        if self._most is not None:
+            for _ in self.beyond(self._most):
+                pass
 
     def touch(self, key: K) -> bool:
         """Count a use; False where the key is gone."""
@@ -45,12 +55,14 @@ class Recent(Generic[K, V]):
             return False
         return True
 
-    def pop(self) -> tuple[K, V] | None:
-        """Take out what was used longest ago; None where there is nothing."""
-        try:
-            return self._found.popitem(last=False)
-        except KeyError:
-            return None
+    def beyond(self, most: int) -> Iterator[tuple[K, V]]:
+        """Take out, and give, what was used longest ago, until ``most`` are left."""
+        while len(self._found) > most:
+            try:
+                oldest = self._found.popitem(last=False)
+            except KeyError:  # other threads took the rest
+                return
+            yield oldest
 
     def values(self) -> list[V]:
         """All of them, the one used longest ago first."""

@@ -71,8 +71,8 @@ class RecordPool:
         # What is kept, the cache cannot drop, in no process; and it is quickly opened again.
         self._limit = held_at_most(reader.cache_nbytes, _CACHE_SHARE, totals.nbytes, totals.records, max_open_files)
         self._starts: list[int] | None = None
-        self._rows: Recent[int, ShardRow] = Recent()
-        self._known: Recent[int, FileIdentity] = Recent()
+        self._rows: Recent[int, ShardRow] = Recent(_ROWS)
+        self._known: Recent[int, FileIdentity] = Recent(_KNOWN)
         self._ahead = Ahead(_threads(reader.remote.options, totals.nbytes // max(totals.records, 1)))
         self._begin()
         reader.held_by(self)
@@ -156,8 +156,7 @@ class RecordPool:
         """Hold no file open for later; what was proved stays known."""
         if self._process != os.getpid():
             return
-        while self._drop():
-            pass
+        self._drop_beyond(0)
         for number, holder in list(self._announced.items()):
             identity = holder.cached
             # Another in its place, not this one closed: somebody may be about to use it.
@@ -174,26 +173,16 @@ class RecordPool:
 
     def _keep(self, number: int, record: FetchedRecord) -> None:
         self._kept.put(number, record)
-        in_memory = self._reader.cache_nbytes is None or self._reader.is_bypassed
-        while len(self._kept) > 1 and (
-            len(self._kept) > self._limit
-            or (in_memory and sum(kept.held_nbytes for kept in self._kept.values()) > _KEPT_NBYTES)
-        ):
-            if not self._drop():
-                break
+        self._drop_beyond(self._limit)
+        if self._reader.cache_nbytes is None or self._reader.is_bypassed:
+            while (count := len(self._kept)) > 1 and sum(k.held_nbytes for k in self._kept.values()) > _KEPT_NBYTES:
+                self._drop_beyond(count - 1)
 
-    def _drop(self) -> bool:
-        """Whether there was one to drop."""
-        found = self._kept.pop()
-        if found is None:
-            return False
-        dropped, was = found
-        identity = was.cached
-        if identity is not None:
-            self._known.put(dropped, identity)
-            if len(self._known) > _KNOWN:
-                self._known.pop()
-        return True
+    def _drop_beyond(self, most: int) -> None:
+        for dropped, was in self._kept.beyond(most):
+            identity = was.cached
+            if identity is not None:
+                self._known.put(dropped, identity)
 
     def _row(self, number: int) -> ShardRow:
         index = self._dataset.index
@@ -204,8 +193,6 @@ class RecordPool:
         if found is None:
             found = index.shard(ordinal)
             self._rows.put(ordinal, found)
-            if len(self._rows) > _ROWS:
-                self._rows.pop()
         return found
 
     def _begin(self) -> None:

@@ -207,8 +207,7 @@ class ShardPool:
 
     def let_go(self) -> None:
         """Hold no shard open."""
-        while self._drop():
-            pass
+        self._drop_beyond(0)
 
     def _get_ahead(self, ordinal: int) -> None:
         # What fails now is tried, and raised, where a record of it is used. It is not kept, in place of one in use.
@@ -254,19 +253,13 @@ class ShardPool:
         if self.firsts:
             self.listed[ordinal + 1] = shard
         self._open.put(ordinal, shard)
-        while len(self._open) > self._limit and self._drop():
-            pass
+        self._drop_beyond(self._limit)
 
-    def _drop(self) -> bool:
-        """Whether there was one to drop."""
-        found = self._open.pop()
-        if found is None:
-            return False
-        dropped, _ = found
-        if self.firsts:
-            self.listed[dropped + 1] = None
-        self._announced.discard(dropped)
-        return True
+    def _drop_beyond(self, most: int) -> None:
+        for dropped, _ in self._open.beyond(most):
+            if self.firsts:
+                self.listed[dropped + 1] = None
+            self._announced.discard(dropped)
 
 
 def held_at_most(cache_nbytes: int | None, share: int, nbytes: int, count: int, limit: int) -> int:

@@ -263,7 +263,7 @@ class Remote:
         process = os.getpid()
         session = self._sessions.get(process)
         if session is None:
-            options = self.options
+            options, where, redact = self.options, self.path(""), self._redact
             session = self._sessions.setdefault(
                 process,
                 Session(
@@ -273,7 +273,7 @@ class Remote:
                     attempt_timeout_s=options.attempt_timeout_s,
                     deadline_s=options.deadline_s,
                     timing=self._timing,
-                    describe=partial(_described, self.path(""), self._redact),
+                    describe=lambda fault: f"{where}: {redact(fault)}",
                 ),
             )
         return session
@@ -351,10 +351,6 @@ class _Listing:
         """The page; the listing goes on where it was counted, not where an attempt that was given up left it."""
         self._under_way, page = answer
         return page
-
-
-def _described(url: str, redact: Redactor, fault: str) -> str:
-    return f"{url}: {redact(fault)}"
 
 
 def _connected(

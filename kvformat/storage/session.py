@@ -30,14 +30,13 @@ class Session:
         See :class:`~kvformat.storage.requests.Pool`.
     attempt_timeout_s, deadline_s
         See :class:`~kvformat.storage.remote_options.RemoteOptions`.
-
     describe
         See :class:`~kvformat.storage.silence.Silence`.
 
     Attributes
     ----------
     silence
-        What is told while the store gives no answer.
+        What is told of requests that are tried again.
     says_md5
         False once an object of right content was said to have another MD5, or none.
     """

@@ -9,7 +9,7 @@ import pytest
 
 import kvformat
 from kvformat.errors import DamageError, FormatError
-from kvformat.read import arriving, fetched
+from kvformat.read import copyable, fetched
 from kvformat.spec import digests
 from kvformat.storage import obtaining
 from kvformat.testing.memory_store import MemoryStore
@@ -77,7 +77,7 @@ def test_damage_anywhere_on_the_way_is_fetched_again_and_in_the_store_refused(re
 
 
 def test_slabs_in_parts_between_slabs_that_came_whole(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(arriving, "_GROUP_NBYTES", 1)
+    monkeypatch.setattr(copyable, "_GROUP_NBYTES", 1)
     objects = uniform(tmp_path, tokens=[64], layers=12)
     shard = next(name for name in objects if name.startswith("shards/"))
     sound = kvformat.open(remote_over(MemoryStore(objects=objects)))

@@ -13,7 +13,7 @@ from kvformat.read.recent import Recent
 
 
 def drained(recent):
-    return [found for found in iter(recent.pop, None)]  # noqa: C416 -- ends at None, or never
+    return list(recent.beyond(0))
 
 
 def test_the_order_is_that_of_use():
@@ -26,7 +26,18 @@ def test_the_order_is_that_of_use():
     assert "c" in recent
     assert drained(recent) == [("c", "C"), ("a", "A"), ("b", "again")]
     assert not recent.touch("a")
-    assert recent.pop() is None
+    assert drained(recent) == []
+
+
+def test_no_more_are_left_than_allowed():
+    recent = Recent(2)
+    for key in "abab":
+        recent.put(key, key.upper())
+    assert recent.values() == ["A", "B"]
+    assert recent.touch("a")
+    recent.put("c", "C")
+    assert recent.values() == ["A", "C"]
+    assert list(recent.beyond(1)) == [("a", "A")]
 
 
 def test_a_value_that_is_replaced_lets_another_thread_remove_the_key():
@@ -35,7 +46,7 @@ def test_a_value_that_is_replaced_lets_another_thread_remove_the_key():
 
     class Value:
         def __del__(self):
-            recent.pop()
+            drained(recent)
 
     recent.put("a", Value())
     recent.put("a", "new")

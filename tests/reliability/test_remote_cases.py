@@ -52,6 +52,7 @@ from kvformat.testing.memory_store import MemoryStore
 from tests.loader.folder import folder_remote
 from tests.reliability import small
 from tests.storage.caching import NBYTES, Origin, content, files, impatient, ledger, options, usage
+from tests.storage.clock import Clock
 from tests.storage.test_faults_of_stores import DATA, Scripted, ranged
 
 URL = "memory://test"
@@ -63,19 +64,6 @@ UNITS = ["none", "record", "shard"]
 def no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers on loopback have none, and a variable that names some decides which client there is."""
     monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
-
-
-class Clock:
-    """Time passes where somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, 1e-6)
 
 
 def remote_of(store, clock: Clock | None = None) -> Remote:

@@ -41,24 +41,10 @@ from kvformat.testing.faulty_store import (
     timed_out,
 )
 from kvformat.testing.memory_store import MemoryStore
+from tests.storage.clock import Clock
 
 DATA = b"".join(hashlib.sha256(bytes([n])).digest() for n in range(256))  # 8 KiB
 PATIENCE_S = 60.0
-
-
-class Clock:
-    """Time passes where somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.slept: list[float] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += max(seconds, 1e-6)
 
 
 def remote_of(store, *, clock=None, **options) -> Remote:
@@ -131,7 +117,7 @@ def test_a_missing_object() -> None:
 
 
 def test_an_object_that_ends_before() -> None:
-    store, clock = faulty(), Clock()
+    store, clock = faulty(), Clock(1000.0)
     remote = remote_of(store, clock=clock)
     with pytest.raises(KVFormatError, match=r"ends at 8192, expected 8200") as caught:
         remote.fetch("a", [(8000, 200)], Target(9000))
@@ -200,7 +186,7 @@ def test_a_list_in_pages_is_complete(monkeypatch) -> None:
 def test_a_list_that_fails_half_way_begins_again(monkeypatch, count) -> None:
     monkeypatch.setattr("kvformat.storage.remote._LISTED_AT_ONCE", 3)
     objects = {f"{n:03}": b"" for n in range(10)}
-    clock = Clock()
+    clock = Clock(1000.0)
     store = faulty(Rule("list", cut_after(count), nth=range(2)), objects=objects)
     remote = remote_of(store, clock=clock)
     assert [stat.name for stat in remote.list()] == sorted(objects)
@@ -209,7 +195,7 @@ def test_a_list_that_fails_half_way_begins_again(monkeypatch, count) -> None:
 
 def test_a_list_that_never_ends_well_ends_at_the_deadline(monkeypatch) -> None:
     monkeypatch.setattr("kvformat.storage.remote._LISTED_AT_ONCE", 3)
-    clock = Clock()
+    clock = Clock(1000.0)
     remote = remote_of(faulty(Rule("list", cut_after(7)), objects={f"{n:03}": b"" for n in range(10)}), clock=clock)
     names = []
     with pytest.raises(KVFormatError, match="E208"):
@@ -480,7 +466,7 @@ def test_an_interrupt_cancels() -> None:
 
 def test_a_storm_of_503s_is_over_when_it_is_over() -> None:
     """All of the first 60 requests are refused; then each comes at the first go, and as many at once as ever."""
-    clock, inner = Clock(), Meeting(1)
+    clock, inner = Clock(1000.0), Meeting(1)
     store = FaultyStore(inner, [Rule("get", throttled(), nth=range(60))])
     remote, target = remote_of(store, clock=clock, max_requests=4), Target()
     remote.fetch("a", [(0, len(DATA))], target)
@@ -495,7 +481,7 @@ def test_a_storm_of_503s_is_over_when_it_is_over() -> None:
 
 
 def test_a_store_that_never_answered_is_given_up_sooner() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     remote = remote_of(faulty(Rule("get", timed_out(), nth=range(10**6))), clock=clock, deadline_s=1000)
     for _ in range(2):
         begun = clock.now
@@ -511,7 +497,7 @@ def test_a_store_that_never_answered_is_given_up_sooner() -> None:
 
 
 def test_a_store_that_refuses_for_now_is_there() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     remote = remote_of(faulty(Rule("get", throttled(), nth=range(10**6))), clock=clock, deadline_s=1000)
     begun = clock.now
     with pytest.raises(KVFormatError, match="E208"):
@@ -529,7 +515,7 @@ def test_a_client_error_nobody_knows_is_not_repeated(status, code, kind) -> None
 
 def test_while_a_store_refuses_it_is_asked_less() -> None:
     """What was refused keeps its place: 100 others do not run into the same refusal meanwhile."""
-    clock = Clock()
+    clock = Clock(1000.0)
     store = faulty(Rule("get", throttled()))
     remote = remote_of(store, clock=clock, request_nbytes=64, max_requests=2, deadline_s=60)
     with pytest.raises(KVFormatError, match="E208"):
@@ -568,7 +554,7 @@ def test_credentials_that_stay_outdated_are_refused() -> None:
 
 
 def test_attempts_are_shorter_near_the_deadline() -> None:
-    clock, given = Clock(), []
+    clock, given = Clock(1000.0), []
 
     class Slow(MemoryStore):
         def stat(self, name, *, timeout_s):
@@ -594,7 +580,7 @@ def test_a_foreign_exception_of_a_store_has_a_code() -> None:
 
 def test_delete_is_repeated_and_does_not_mind() -> None:
     store = faulty(Rule("delete", lost(), nth=0), Rule("delete", missing(), nth=0))
-    remote = remote_of(store, clock=Clock())
+    remote = remote_of(store, clock=Clock(1000.0))
     remote.delete("a")
     assert remote.stat("a") is None
     remote.delete("a")
@@ -713,7 +699,7 @@ def test_create_says_whether_the_object_is_ours(there, rules) -> None:
     if there == b"" and any(rule.verb == "get_all" for rule in rules):
         rules = [rule for rule in rules if rule.verb != "get_all"]  # nothing to flip
     fresh = [Rule(rule.verb, rule.effect, rule.name, rule.nth) for rule in rules]
-    store, clock = faulty(*fresh, objects=objects), Clock()
+    store, clock = faulty(*fresh, objects=objects), Clock(1000.0)
     remote = remote_of(store, clock=clock)
     assert remote.create("root", b"mine") is (there in {None, b"mine"})
     assert store._store.objects["root"] == (b"mine" if there is None else there)
@@ -722,7 +708,7 @@ def test_create_says_whether_the_object_is_ours(there, rules) -> None:
 
 
 def test_create_without_an_answer_ends_at_the_deadline() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     remote = remote_of(faulty(Rule("create", timed_out())), clock=clock)
     with pytest.raises(KVFormatError, match=r"E208.*attempts"):
         remote.create("root", b"mine")
@@ -779,7 +765,7 @@ class LyingOverwriting(MemoryStore):
 @pytest.mark.parametrize("rules", [[], [Rule("create", lost(), nth=0)], [Rule("create", lost(), nth=1)]])
 def test_a_store_that_honours_the_precondition_passes(rules) -> None:
     store = faulty(*rules)
-    remote = remote_of(store, clock=Clock())
+    remote = remote_of(store, clock=Clock(1000.0))
     remote.require_create("x/")
     assert set(store._store.objects) == {"a"}, "the probe is gone"
     assert all(name == "a" or name.startswith("x/") for _, name in store.calls)
@@ -799,7 +785,7 @@ def test_a_store_that_honours_the_precondition_passes(rules) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_others_are_refused_and_the_probe_removed(store, code) -> None:
-    remote = remote_of(store, clock=Clock())
+    remote = remote_of(store, clock=Clock(1000.0))
     with pytest.raises(KVFormatError) as caught:
         remote.require_create("")
     assert caught.value.code == code
@@ -808,7 +794,7 @@ def test_others_are_refused_and_the_probe_removed(store, code) -> None:
 
 
 def test_short_faults_of_a_healthy_object_are_transport() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     remote = remote_of(faulty(Rule("get", raised(ShortFault))), clock=clock)
     with pytest.raises(KVFormatError, match="E208"):
         remote.fetch("a", [(0, 10)], Target())

@@ -26,6 +26,7 @@ from kvformat.testing.faulty_store import (
     timed_out,
 )
 from kvformat.testing.memory_store import MemoryStore
+from tests.storage.clock import Clock
 
 DATA = bytes(range(64))
 DEADLINE_S = 120.0
@@ -55,17 +56,6 @@ LASTS = {
     "409": (conflict(), "E203"),
     "foreign": (raised(RuntimeError), "E203"),
 }
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, 1e-6)
 
 
 def run(rules, call):

@@ -21,19 +21,12 @@ from kvformat.storage.store import (
     UnsupportedFault,
 )
 from kvformat.storage.store_errors import Redactor, translated
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.storage.clock import Clock
 
 
 @pytest.mark.parametrize("fault", [TransportFault, ShortFault, ThrottledFault])
 def test_what_may_mend_is_tried_again(fault) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     retries = Retries(Deadline(100, clock))
     assert retries.attempts == 1
     assert 0 <= retries.after(fault("x")) <= 0.2
@@ -46,14 +39,14 @@ def test_what_may_mend_is_tried_again(fault) -> None:
 def test_what_will_not_mend_is_raised_at_once(fault) -> None:
     given = fault("x")
     with pytest.raises(fault) as caught:
-        Retries(Deadline(100, Clock())).after(given)
+        Retries(Deadline(100, Clock(1000.0))).after(given)
     assert caught.value is given
 
 
 def test_waits_grow_to_a_bound_and_are_drawn_from_all_of_it() -> None:
     waits: list[list[float]] = [[] for _ in range(12)]
     for _ in range(200):
-        retries = Retries(Deadline(1e9, Clock()))
+        retries = Retries(Deadline(1e9, Clock(1000.0)))
         for drawn in waits:
             drawn.append(retries.after(ThrottledFault("x")))
     bounds = [min(0.2 * 2**n, 10.0) for n in range(12)]
@@ -67,19 +60,19 @@ def test_draws_are_nobody_elses() -> None:
 
     def waits() -> list[float]:
         random.seed(5)
-        retries = Retries(Deadline(1e9, Clock()))
+        retries = Retries(Deadline(1e9, Clock(1000.0)))
         return [retries.after(TransportFault("x")) for _ in range(8)]
 
     assert waits() != waits()
     random.seed(5)
     expected = random.random()
     random.seed(5)
-    Retries(Deadline(100, Clock())).after(TransportFault("x"))
+    Retries(Deadline(100, Clock(1000.0))).after(TransportFault("x"))
     assert random.random() == expected
 
 
 def test_the_deadline_ends_it() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     deadline = Deadline(60, clock)
     retries = Retries(deadline)
     last = TransportFault("reset")
@@ -92,7 +85,7 @@ def test_the_deadline_ends_it() -> None:
 
 
 def test_progress_moves_the_deadline() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     deadline = Deadline(60, clock)
     clock.now += 50
     deadline.renew()

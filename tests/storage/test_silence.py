@@ -15,16 +15,7 @@ from kvformat.storage.silence import Silence
 from kvformat.storage.store import TransportFault
 from kvformat.testing.faulty_store import FaultyStore, Rule, raised, throttled
 from kvformat.testing.memory_store import MemoryStore
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += max(seconds, 1e-6)
+from tests.storage.clock import Clock
 
 
 @pytest.fixture

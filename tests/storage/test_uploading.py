@@ -28,6 +28,7 @@ from kvformat.testing.faulty_store import (
     timed_out,
 )
 from kvformat.testing.memory_store import MemoryStore
+from tests.storage.clock import Clock
 
 DATA = b"".join(hashlib.sha256(bytes([n])).digest() for n in range(250))  # 8000 bytes
 PART = 1024
@@ -70,17 +71,6 @@ class S3Like(MemoryStore):
         return sum(len(upload._parts) for upload in self.uploads)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, 1e-6)
-
-
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch) -> None:
     monkeypatch.setattr(uploading, "_LEAST_PART", 1)
@@ -95,7 +85,7 @@ def file(tmp_path):
 
 def remote_of(store, **options) -> Remote:
     given = {"request_nbytes": PART, **options}
-    clock = Clock()
+    clock = Clock(1000.0)
     return Remote(
         "memory://test",
         connect=lambda *_: store,
